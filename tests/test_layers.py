@@ -30,8 +30,6 @@ RINGS = (
     {"serving"},
     {"api"},
     {"features"},
-    # Parts of the wiring, which only `app` puts together.
-    {"wiring"},
     {"app"},
     {"cli"},
 )
@@ -46,7 +44,7 @@ NEVER = {
     # A running gateway neither simulates nor imports; its commands do.
     **{
         package: {"sim", "importing"}
-        for package in ("library", "runtime", "access", "serving", "api", "features", "wiring", "app")
+        for package in ("library", "runtime", "access", "serving", "api", "features", "app")
     },
     "importing": {"dialects", "process", "http", "telemetry", "leases"},
     "engines": {"dialects", "http", "telemetry", "leases"},

@@ -1,6 +1,6 @@
-"""The gateway: puts the parts made in `wiring/` together, starts them, reloads them and shuts them down.
+"""The gateway: makes its parts, gives each the others that it needs, and opens, reloads and closes them.
 
-Owns the order of these steps and how long a shutdown may take. Every other object is given what it needs.
+Owns the order of the parts, and how long a shutdown may take. What a part is, it knows by `config/part.py` alone.
 """
 
 from __future__ import annotations
@@ -9,63 +9,107 @@ import asyncio
 import contextlib
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Final
 
-from greenroom.access.key_ring import Look
-from greenroom.api.reports.history import sample
-from greenroom.api.reports.snapshot import BUILD
+from greenroom.access.key_ring import KeyRing
+from greenroom.access.limits import Limiter
+from greenroom.access.stores import make_shared_limits, make_usage
+from greenroom.api.asgi import AsgiBridge
+from greenroom.api.edges import Edges
+from greenroom.api.front import Door
+from greenroom.api.management import Docs, Management, empty_app
+from greenroom.api.models.listing import Listing, ModelStatuses
+from greenroom.api.remote import RemoteRoutes
+from greenroom.api.reports.clients import ClientRoutes, LimitRoutes
+from greenroom.api.reports.configuration import ConfigRoutes
+from greenroom.api.reports.history import HistoryRoutes, sample
+from greenroom.api.reports.memory import Gpus
+from greenroom.api.reports.snapshot import BUILD, Snapshot
+from greenroom.api.reports.streams import Streams
+from greenroom.api.reports.usage import UsageRoutes
+from greenroom.api.reports.watching import Watching
 from greenroom.base.detached import run_detached
 from greenroom.config import limits, loader
 from greenroom.config.diff import Changes, diff, refuse_restart
 from greenroom.config.limits import is_named, limits_of
 from greenroom.config.live import GatewayState
+from greenroom.config.part import Part
 from greenroom.config.problems import open_door
-from greenroom.config.schema import Config, Server
-from greenroom.core.events import ConfigChanged, ShutdownAsked
-from greenroom.core.model import ModelId
+from greenroom.config.schema import Config
+from greenroom.core.events import ShutdownAsked
+from greenroom.core.model import DeviceId
 from greenroom.errors import ConfigError
-from greenroom.features.governance.gate import Rules
+from greenroom.features.governance.gate import make_gate
+from greenroom.features.governance.governed import GovernedRoutes
+from greenroom.features.governance.governed_models import GovernedModels
 from greenroom.features.jobs.jobs import Jobs
+from greenroom.features.jobs.routes import AsyncRequests, JobRoutes
+from greenroom.features.leases.leasing import make_leasing
+from greenroom.features.leases.routes import LeaseRoutes
+from greenroom.features.library.download_routes import DownloadRoutes
 from greenroom.features.library.downloads import Downloads
+from greenroom.features.library.ollama_routes import OllamaRoutes
+from greenroom.features.library.routes import LibraryRoutes
+from greenroom.features.operations.capabilities import CapabilityRoutes
+from greenroom.features.operations.llama_swap_routes import LlamaSwapRoutes
+from greenroom.features.operations.load_routes import LoadRoutes, PinRoutes
 from greenroom.features.operations.loads import Loads
 from greenroom.features.operations.moves import OperatorMoves
+from greenroom.features.operations.native_routes import NativeRoutes
+from greenroom.features.operations.routes import Caches, Operating
+from greenroom.features.pictures.answers import PictureAnswers, PictureRoutes
+from greenroom.features.pictures.store import make_pictures
+from greenroom.features.planning.explain_routes import Explaining
+from greenroom.features.planning.queue_routes import QueueRoutes
+from greenroom.features.planning.simulate_routes import Simulating
+from greenroom.features.versions.routes import VersionRoutes
 from greenroom.features.versions.state_watcher import DesiredStateWatcher
-from greenroom.features.versions.store import VersionStore, begin_versions
+from greenroom.features.versions.store import VersionStore
 from greenroom.features.versions.updates import Updates
-from greenroom.features.versions.version_changes import UpdateServices
-from greenroom.features.versions.warm_up import WarmUp
-from greenroom.features.versions.weights import VersionWeights
+from greenroom.http.body import BodyBudget
+from greenroom.http.limits import limits_for
 from greenroom.library.library import Library
 from greenroom.library.roots import Roots
 from greenroom.process import orphans
 from greenroom.process.state_dir import StateDir
-from greenroom.runtime.catalogue import Draft
+from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.engine_figures import EngineFigures
-from greenroom.runtime.known_models import KnownModels
-from greenroom.runtime.loop import Tickets
+from greenroom.runtime.loop import AsyncEffects, Tickets
+from greenroom.runtime.memory.book import MemoryNeedsStore
+from greenroom.runtime.memory.devices import DeviceNames
+from greenroom.runtime.memory.memory import Memory
+from greenroom.runtime.memory.needs import Needs, warn
 from greenroom.runtime.memory.probes import first_look
 from greenroom.runtime.memory.readings import Probe, Reading
-from greenroom.runtime.record.learned import LearnedTimes
+from greenroom.runtime.models import Models
+from greenroom.runtime.moves.moves import Moves
+from greenroom.runtime.observer import Hub, Observer
+from greenroom.runtime.operations.files import OperationFiles
+from greenroom.runtime.operations.table import JobLimits, OperationEvents, OperationTable
+from greenroom.runtime.record.recording import EventRecorder
 from greenroom.runtime.rejections import RejectionErrors
-from greenroom.runtime.resolver import Resolver
-from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
-from greenroom.serving.prefix_cache import PrefixSalts
+from greenroom.runtime.remote.remote import Remote
+from greenroom.runtime.scheduler_loop import SchedulerLoop
+from greenroom.runtime.shell import Shell
+from greenroom.runtime.slots import LiveSlots
+from greenroom.runtime.timeouts import STOP_MAX_S, TIMEOUTS, Timeouts
+from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.serving.rungs import model_facts
+from greenroom.serving.serving import Serving
 from greenroom.serving.tasks import Tasks
 from greenroom.telemetry.history import History
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.logs import setup as setup_logs
-from greenroom.wiring.common import MemoryParts, wire_common, wire_memory
-from greenroom.wiring.front import wire_access, wire_front, wire_serving
-from greenroom.wiring.moves import wire_leases, wire_moves, wire_remote
-from greenroom.wiring.operations import wire_governance, wire_pictures, wire_table
-from greenroom.wiring.shutdown import IDLE_MAX_S, PARTS_MAX_S, close_parts, in_time, wait_until_idle, write_last
+from greenroom.telemetry.metrics import Metrics
 
 _log = get_logger("app")
 
 # Thresholds of the garbage collector; the first is 700 by default.
 GC_THRESHOLDS = (20_000, 20, 20)
+# The longest wait for the last writes to disk.
+WRITE_MAX_S: Final = 10.0
 
 
 class App:
@@ -81,190 +125,122 @@ class App:
         seen: Reading,
         timeouts: Timeouts = TIMEOUTS,
     ) -> None:
-        """`seen` is the first reading of the probe."""
-        self.state = GatewayState(config)
+        """`seen` is the first reading of the probe. Raises ConfigError if the client of a store is not installed."""
         self.path = path
-        self._timeouts = timeouts
         self._reread = reread
         self.started_at = time.time()
         # `shut_down` was called a second time; further calls change nothing.
         self._hurries = False
         self.closed = asyncio.Event()
-        self.clock = asyncio.get_running_loop().time
-        self.state_dir = state_dir
-        self._reloading = asyncio.Lock()
         self._shutdown: asyncio.Task[None] | None = None
-        self._wire(config, probe, seen)
-
-    def _wire(self, config: Config, probe: Probe, seen: Reading) -> None:
-        self.versions = VersionStore(self.state_dir.path)
-        common = self._common = wire_common(
-            self.state,
-            self.state_dir,
-            self.clock,
-            self._is_named,
-            self._timeouts,
-            seen,
-            lambda name: self.versions.of(name).current,
-        )
-        self.catalog, self.slots, self.hosted_slots = common.catalog, common.slots, common.hosted_slots
-        self.hub, self.metrics, self.activity = common.hub, common.metrics, common.activity
-        self.observer, self.effects = common.observer, common.effects
-        self.loop, self.post = common.loop, common.loop.post
-        memory = self._memory = wire_memory(common, config, probe, seen)
-        self.memory_watch = memory.watch
-        leases = self._leases = wire_leases(common, memory, config)
-        memory.owners.lease_pids = leases.own.owners
-        self.leasing, self.sharing = leases.leasing, leases.sharing
-        self._remote = wire_remote(self.state_dir, self.state)
-        self.spending, self.cloud_fallback = self._remote.spending, self._remote.fallback
-        moves = self._moves = wire_moves(common, memory, leases, self.spending)
-        self.mover, self.hosted_moves, self.flush = moves.mover, moves.hosted, moves.hosted.flush
+        self.state_dir, self.clock, self.state = state_dir, asyncio.get_running_loop().time, GatewayState(config)
+        self.versions = VersionStore(state_dir.path, self.state)
+        self.keys = KeyRing(lambda: self.edges.use_changed_keys(), config.server)
+        shell = self.shell = self._make_shell(seen, timeouts)
+        self.slots, self.hosted_slots, self.metrics = shell.slots, shell.hosted_slots, shell.metrics
+        self.observer, self.hub, self.operation_table = shell.observer, shell.hub, shell.table
+        self.memory = Memory(shell, probe, seen)
+        self.memory_watch = self.memory.watch
+        self.leasing = make_leasing(shell, self.memory_watch, self.device_names)
+        self.memory.owners.lease_pids, self.sharing = self.leasing.owners, self.leasing.sharing
+        self.remote = Remote(shell)
+        self.spending = self.remote.spending
+        self.moves = Moves(shell, self.memory, self.leasing.grants, self.spending)
+        self.mover, self.hosted_moves = self.moves.mover, self.moves.hosted
         self.tickets = Tickets(self.loop)
-        rejections = RejectionErrors(
-            self.mover.failures,
-            self.state,
+        self.effects.connect(
             self.loop,
-            self.catalog,
-            memory.slot_memory,
-            self.hosted_slots,
-            self.leasing,
+            self.mover,
+            self.tickets.open,
+            RejectionErrors(shell, self.mover.failures, self.memory.slot_memory, self.leasing),
+            self.leasing.room,
         )
-        self.effects.connect(self.loop, self.mover, self.tickets.open, rejections, leases.room)
-        self.operations = OperatorMoves(self.effects, self.mover, self.loop, self.catalog, memory.slot_memory)
-        self._wire_models(config, on_gpu=bool(memory.needs.gpus))
-        self.figures = EngineFigures(self.slots, self.loop, moves.hosted)
-        self.history = History(lambda: sample(self))
-        self.governance = wire_governance(self.state_dir, config)
-        self._wire_orders()
-        self._wire_front(memory)
-
-    def _wire_orders(self) -> None:
-        """Make what callers order, and what is kept of it."""
-        table = self.operation_table = wire_table(self._common)
-        self.pictures = wire_pictures(self._common)
-        self.downloads = Downloads(table, self.library, self.state)
-        self.loads = Loads(
-            table,
-            self.resolver,
-            self.downloads,
-            self.operations,
-            self.state,
-            self.loop,
-            self.slots,
-            self.hosted_slots,
-        )
-        self.updates = Updates(
-            table,
-            UpdateServices(
-                gateway=self.state,
-                catalog=self.catalog,
-                store=self.versions,
-                weights=VersionWeights(self.library, self.downloads),
-                moves=self.operations,
-                warm_up=WarmUp(self.tickets, self.loop),
-                slots=self.slots,
-                hosted_slots=self.hosted_slots,
-                loop=self.loop,
-                models=self.models,
-                unchanging=self._reloading,
-            ),
-        )
+        self.operations = OperatorMoves(self.effects, self.mover, shell, self.memory.slot_memory)
+        self.library = Library(Roots(config.roots), state_dir.path, on_gpu=bool(self.memory.needs.gpus))
+        self.models = Models(shell, self.memory, self.moves, self.library)
+        self.learned, self.resolver = self.models.learned, self.models.resolver
+        self.downloads = Downloads(shell, self.library)
+        self.loads = Loads(shell, self.resolver, self.downloads, self.operations)
+        self.updates = Updates(shell, self.versions, self.models.known, self.downloads, self.operations, self.tickets)
         self.state_watcher = DesiredStateWatcher(self.updates, self.state)
-
-    def _wire_front(self, memory: MemoryParts) -> None:
-        """Make what answers requests, and the door before it: the last, because routes are given all other parts."""
-        common, self.salts = self._common, PrefixSalts()
-        access = self._access = wire_access(common, self._use_changed_keys)
-        self.limiter, self.client_stats = access.limiter, access.client_stats
-        self.keys, self.usage = access.keys, access.usage
-        serving = wire_serving(common, memory, access, self.resolver, self.pictures, self.salts, self.tickets)
-        self.inference, self.bodies = serving.inference, serving.bodies
-        self.jobs = Jobs(
-            self.operation_table, self.inference, serving.edge_state, self.bodies, self.keys, self.state, self.loop
+        self.governance, self.usage = make_gate(shell), make_usage(shell)
+        shared_limits = make_shared_limits(shell)
+        self.limiter = Limiter() if shared_limits is None else Limiter(shared_limits.window)
+        bodies = self.bodies = BodyBudget(limits_for(config.server), str(state_dir.path))
+        self.pictures = make_pictures(shell)
+        self.tasks = Tasks(model_facts(self.catalog), lambda: self.remote.fallback.is_allowed)
+        self.serving = Serving(
+            shell,
+            self.memory_watch,
+            self.resolver,
+            self.tasks,
+            self.tickets,
+            None if self.usage is None else self.usage.counts,
+            PictureAnswers(self.pictures, bodies, self.state),
         )
-        front = self._front = wire_front(access, serving, self)
-        self.door, self.edge, self.metrics_edge = front.door, front.edge, front.metrics_edge
+        self.inference, self.activity = self.serving.inference, self.serving.activity
+        self.jobs = Jobs(shell, self.inference, self.serving.edge_state, bodies, self.keys)
+        self.figures = EngineFigures(shell, self.hosted_moves)
+        self.history = History(lambda: sample(self))
+        # The last, because routes are given all other parts.
+        management = make_management(self)
+        bridge, later = AsgiBridge(management), AsyncRequests(self.jobs, bodies, self.inference)
+        self.door = Door(self.inference, bridge, management, later)
+        self.edges = Edges(shell, self.serving, bodies, self.keys, self.limiter, bridge, self.door)
+        self.edge, self.metrics_edge = self.edges.edge, self.edges.metrics_edge
+        # In the order in which they open and begin. They close in the reverse order, those that write data at last.
+        parts = (
+            self.governance,
+            self.memory,
+            self.serving,
+            self.keys,
+            # Ports are taken before files are opened: a failed start must not push out those of an earlier run.
+            self.edges,
+            shared_limits,
+            self.operation_table,
+            self.remote,
+            self.versions,
+            self.pictures,
+            self.usage,
+            self.serving.activity_file,
+            # The events last: only they rename an earlier file.
+            self.events_file,
+            # Leases of an earlier run come before any model: their memory is in use.
+            self.leasing,
+            self.library,
+            self.models,
+            self.learned,
+            self.memory.needs,
+            self.jobs,
+            self.downloads,
+            self.updates,
+            self.state_watcher,
+            self.loads,
+            self.figures,
+            self.history,
+        )
+        self.parts: tuple[Part, ...] = tuple(part for part in parts if part is not None)
 
-    def _wire_models(self, config: Config, *, on_gpu: bool) -> None:
-        """Make what finds models: on disk, by name, and by version."""
-        self.library = Library(Roots(config.roots), self.state_dir.path, on_gpu=on_gpu)
-        self.learned = LearnedTimes(self.state_dir.path, self.loop, self.catalog)
-        self.models = KnownModels(self.catalog, self.loop, self.slots, self.mover.failures)
-        self.resolver = Resolver(self.catalog, self.library, self.state, self.models, self.learned)
-        self.library.on_removed, self.library.on_looked = self.resolver.removed, self.resolver.looked
-        self.tasks = Tasks(model_facts(self.catalog), lambda: self.cloud_fallback.is_allowed)
+    def _make_shell(self, seen: Reading, timeouts: Timeouts) -> Shell:
+        config, server, path = self.config, self.config.server, self.state_dir.path
+        names = self.device_names = DeviceNames(seen.gpus)
+        needs = Needs(MemoryNeedsStore(path, warn), {DeviceId(gpu.uuid): gpu.name for gpu in seen.gpus})
+        catalog = self.catalog = Catalog(needs, names.expected, lambda name: self.versions.of(name).current)
+        with_aliases, slots = server.metrics_aliases is not None, LiveSlots()
+        metrics = Metrics(catalog.is_known, self._is_named, catalog.is_adhoc, with_aliases=with_aliases)
+        observer = Observer(Hub(begins_after=int(time.time()) * 1_000_000), metrics)
+        effects = self.effects = AsyncEffects(slots, observer, self.clock)
+        events_file = self.events_file = EventRecorder(Path(server.record_events)) if server.record_events else None
+        seen_effects = effects if events_file is None else events_file.watching(effects)
+        scheduler = limits.make_scheduler(config.scheduler.implementation, seen_effects)
+        loop = self.loop = SchedulerLoop(scheduler, self.clock, events_file)
+        table = OperationTable(
+            OperationFiles(path / "jobs"), lambda: JobLimits.of(self.config), OperationEvents(observer.hub)
+        )
+        return Shell(self.state, loop, catalog, slots, HostedSlots(), table, observer, self.state_dir, timeouts)
 
     def _is_named(self, tenant: str) -> bool:
-        return is_named(self.config, tenant) or tenant in self.door.keys.tenants
-
-    def _use_changed_keys(self) -> None:
-        self._front.use_changed_keys(self.config)
-
-    # --- start ----------------------------------------------------------------------------------------------------
-
-    @classmethod
-    async def start(
-        cls,
-        config: Config,
-        path: Path | None = None,
-        reread: Callable[[], Config] | None = None,
-        timeouts: Timeouts = TIMEOUTS,
-    ) -> App:
-        """Clean up after an earlier run, then serve. Raises ConfigError, StateDirBusy or OSError.
-
-        `reread` returns the configuration at a reload; without it the file at `path` is read.
-        """
-        _refuse_open_door(config)
-        limits.require(limits_of(config))
-        state_dir = StateDir.open(config.state_dir)
-        try:
-            if ended := await orphans.sweep(state_dir.prefix, spare=frozenset()):
-                _log.warning("ended what an earlier run left", processes=ended)
-            probe, seen = await first_look(config)
-            app = cls(config, path, state_dir, reread, probe, seen, timeouts)
-            # Before the first request can come.
-            app._govern(await app.governance.draft(config.governance))
-            await app._read_keys(config)
-            await app._open(config.server)
-        except BaseException:
-            state_dir.close()
-            raise
-        app._begin()
-        # Not before: a client that connected meanwhile has waited, and asks for models that are known now.
-        await app._front.accept()
-        if app.sharing is not None:
-            await app.sharing.open()
-        app.state.is_starting = False
-        _log.info("serving", address=app.edge.addresses[0], models=len(app.catalog), build=BUILD)
-        return app
-
-    async def _read_keys(self, config: Config) -> None:
-        """Read the key file. What is wrong with it prevents no start: its callers are refused until it is mended."""
-        self.keys.use(config.server, await self.keys.look(config.server.key_file))
-
-    async def _open(self, server: Server) -> None:
-        """Take the ports, then open the recordings: a failed start must not push out those of an earlier run."""
-        if self._access.shared_limits is not None:
-            await self._access.shared_limits.open()
-        try:
-            await self._front.bind(server)
-            self.operation_table.open()
-            self.versions.open()
-            await self._remote.open()
-            begin_versions(self.versions, self.config, time.time())
-            self.pictures.open()
-            if self.usage is not None:
-                await self.usage.open()
-            # The events last: only they rename an earlier file.
-            for file in (self._front.serving.activity_file, self._common.events_file):
-                if file is not None:
-                    file.open()
-        except BaseException:
-            await self._remote.close()
-            await self._front.close()
-            self._front.abort()
-            raise
+        return is_named(self.config, tenant) or tenant in self.keys.keys.tenants
 
     @property
     def config(self) -> Config:
@@ -282,29 +258,56 @@ class App:
     def is_catching_up(self) -> bool:
         return self.state_watcher.is_catching_up
 
-    def _begin(self) -> None:
-        specs = self.catalog.fill(self.config)
-        # Leases of an earlier run come before any model: their memory is in use.
-        self.post(ConfigChanged(self.clock(), devices=self._memory.devices(self.config), limits=limits_of(self.config)))
-        self._leases.begin()
-        # The use of strangers is known before anything is loaded.
-        self.memory_watch.tell_first()
-        learned = self.learned.recall(spec.id for spec in specs)
-        self.post(ConfigChanged(self.clock(), models=specs, learned=learned))
-        self.learned.start()
-        self.library.start()
-        self.jobs.start()
-        self.downloads.start()
-        self.updates.start()
-        self.state_watcher.start()
-        self.memory_watch.start()
-        self.figures.start()
-        self.history.start()
-        self.keys.follow()
+    # --- start ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    async def start(
+        cls,
+        config: Config,
+        path: Path | None = None,
+        reread: Callable[[], Config] | None = None,
+        timeouts: Timeouts = TIMEOUTS,
+    ) -> App:
+        """Clean up after an earlier run, then serve. Raises ConfigError, StateDirBusy or OSError.
+
+        `reread` returns the configuration at a reload; without it the file at `path` is read.
+        """
+        _expect_usable(config)
+        state_dir = StateDir.open(config.state_dir)
+        try:
+            if ended := await orphans.sweep(state_dir.prefix, spare=frozenset()):
+                _log.warning("ended what an earlier run left", processes=ended)
+            probe, seen = await first_look(config)
+            app = cls(config, path, state_dir, reread, probe, seen, timeouts)
+            await app._open()
+        except BaseException:
+            state_dir.close()
+            raise
+        app.catalog.fill(config)
+        for part in app.parts:
+            part.begin()
         # Everything made so far stays, and requests leave no cycles: the collector finds little, and with its default
         # thresholds takes a quarter of the time of a request.
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
+        # Not before: a client that connected meanwhile has waited, and asks for models that are known now.
+        await app.edges.accept()
+        if app.sharing is not None:
+            await app.sharing.open()
+        app.state.is_starting = False
+        _log.info("serving", address=app.edge.addresses[0], models=len(app.catalog), build=BUILD)
+        return app
+
+    async def _open(self) -> None:
+        """Open all parts. What was opened before one that fails is closed."""
+        opened: list[Part] = []
+        try:
+            for part in self.parts:
+                await part.open()
+                opened.append(part)
+        except BaseException:
+            await self._close(opened)
+            raise
 
     # --- reload ---------------------------------------------------------------------------------------------------
 
@@ -314,85 +317,25 @@ class App:
 
     async def reload(self) -> Changes:
         """Read the file again and apply what changed. Raises ConfigError, and then nothing has changed."""
-        async with self._reloading:
+        async with self.state.changing:
             config = await self.reread()
             changes = diff(self.config, config)
             refuse_restart(changes)
-            _refuse_open_door(config)
-            limits.require(limits_of(config))
-            await run_detached(lambda: begin_versions(self.versions, config, time.time()), "write versions")
-            rules, draft = await self.governance.draft(config.governance), await self._drafted(config, changes)
-            keys = await self.keys.look(config.server.key_file)
-            if keys.problem is not None and config.server.key_file != self.config.server.key_file:
-                raise ConfigError(f"server.key_file: {keys.problem}. Nothing was changed")
-            self._govern(rules)
-            self._apply(config, changes, draft, keys)
-            await self.spending.look_again()
+            _expect_usable(config)
+            drafts = [await part.draft(config, changes) for part in self.parts]
+            self.state.config = config
+            setup_logs(config.log.level.value, config.log.format.value)
+            for apply in drafts:
+                apply()
+            told = {name: list(getattr(changes, name)) for name in TOLD_CHANGES}
+            _log.info("reloaded", **{name: len(ids) for name, ids in told.items()})
+            self.hub.publish("reload", told)
             return changes
-
-    async def pin(self, model: ModelId, pinned: bool) -> None:
-        """Let nothing evict this model, or no longer. A reload that is under way ends first."""
-        async with self._reloading:
-            spec = self.catalog.pin(model, pinned)
-            if spec is not None:
-                self.post(ConfigChanged(self.clock(), models=(self.updates.still_held(spec),)))
-                self.hub.publish("pin", {"model": model, "pinned": pinned})
-
-    def _govern(self, rules: Rules | None) -> None:
-        """Apply the rules for signed operations, drafted before; None where there are none."""
-        self.governance.rules = rules
-        if rules is not None:
-            keys = ", ".join(f"{name} {id}" for name, id in rules.keys.ids.items())
-            _log.info("operations are signed", keys=keys, rules=len(rules.section.rules))
-        if rules is not None and (problem := self.governance.audit_problem):
-            _log.error("the audit log was changed; see `greenroom audit verify`", problem=problem)
-
-    async def _drafted(self, config: Config, changes: Changes) -> Draft:
-        """Read headers of models in a thread: a file server that hangs must not stop running requests."""
-        look_s = self._timeouts.look_at_models_s
-        try:
-            async with asyncio.timeout(look_s):
-                return await run_detached(lambda: self.catalog.draft(config, changes), "look at models")
-        except TimeoutError:
-            raise ConfigError(
-                f"The files of models could not be looked at within {look_s:g} s, and nothing was changed. "
-                "Look whether their disk answers, and reload again."
-            ) from None
 
     def _read_file(self) -> Config:
         if self.path is None:
             raise ConfigError("This gateway was started without a configuration file; there is nothing to reload.")
         return loader.load(self.path, to_serve=True).config
-
-    def _apply(self, config: Config, changes: Changes, draft: Draft, keys: Look) -> None:
-        specs = tuple(map(self.updates.still_held, self.catalog.take(draft)))
-        self.state.config = config
-        setup_logs(config.log.level.value, config.log.format.value)
-        self._front.configure(config, keys)
-        self.downloads.pump()
-        self._moves.roots.use(config)
-        self.library.use_roots(Roots(config.roots))
-        removed = tuple(ModelId(model) for model in changes.removed)
-        learned = self.learned.recall(ModelId(model) for model in changes.added)
-        kept_before = self.memory_watch.set_aside_mib
-        known = self._memory.devices(config)
-        self.post(
-            ConfigChanged(
-                self.clock(),
-                models=specs,
-                removed=removed,
-                devices=None if self.memory_watch.set_aside_mib == kept_before else known,
-                limits=limits_of(config),
-                learned=learned or None,
-            )
-        )
-        self.resolver.reloaded()
-        self.updates.start()
-        self.state_watcher.reloaded()
-        self.models.forget_removed()
-        told = {name: list(getattr(changes, name)) for name in ("added", "changed", "relabelled", "removed", "at_once")}
-        _log.info("reloaded", **{name: len(ids) for name, ids in told.items()})
-        self.hub.publish("reload", told)
 
     # --- shutdown -------------------------------------------------------------------------------------------------
 
@@ -405,26 +348,119 @@ class App:
         _log.info("shutting down", drain_s=drain_s)
         self.state.is_draining = True
         self.hub.publish("shutdown", {"drain_s": drain_s})
-        self.post(ShutdownAsked(self.clock(), drain_s))
+        self.loop.post(ShutdownAsked(self.clock(), drain_s))
         if self._shutdown is None:
             self._shutdown = asyncio.get_running_loop().create_task(self._finish(), name="shutdown")
 
     async def _finish(self) -> None:
-        """Wait until nothing runs, then close everything and write the last data. Ends, whatever is broken."""
-        common, memory, leases, front = self._common, self._memory, self._leases, self._front
+        """Wait until nothing runs, then close all parts. Ends, whatever is broken."""
         with contextlib.ExitStack() as at_last:
             at_last.callback(self.closed.set)
             at_last.callback(self.state_dir.close)
-            drain_s = self.config.server.drain_s
-            await in_time(wait_until_idle(common, self._moves, front, drain_s), "requests", drain_s + IDLE_MAX_S)
-            self.history.close()
-            for part in (self.figures, self.loads, self.state_watcher, self.updates, self.downloads):
-                await in_time(part.close(), type(part).__name__, common.timeouts.close_s)
-            await in_time(close_parts(common, memory, leases, front), "connections", PARTS_MAX_S)
-            kept = (self._remote, self.library, self.jobs, self.pictures, self.learned, memory.needs, leases.own)
-            await write_last((*kept, front.serving.activity_file, common.events_file, self.governance, self.usage))
+            idle_s = self.config.server.drain_s + STOP_MAX_S
+            await _in_time(self._finished(idle_s), "requests", idle_s + 5.0)
+            await self._close(self.parts)
+            self.effects.close()
+
+    async def _finished(self, within_s: float) -> None:
+        """Wait until nothing runs any more, but not too long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self.loop.until(lambda: all(slot.lease is not None for slot in self.loop.view.slots.values()))
+                await self.inference.finished()
+                await self.moves.finished()
+
+    async def _close(self, parts: Sequence[Part]) -> None:
+        """Those that talk to others one by one, then those that write data, all at once: a disk may hang."""
+        close_s = self.shell.timeouts.close_s
+        for part in reversed(parts):
+            if not part.writes:
+                await _in_time(part.close(), part.name or type(part).__name__, close_s)
+        writing = [part for part in parts if part.writes]
+        await asyncio.gather(*(_in_time(part.close(), type(part).__name__, WRITE_MAX_S) for part in writing))
 
 
-def _refuse_open_door(config: Config) -> None:
+TOLD_CHANGES: Final = ("added", "changed", "relabelled", "removed", "at_once")
+
+
+def _expect_usable(config: Config) -> None:
+    """Raises ConfigError."""
     if problem := open_door(config):
         raise ConfigError(problem)
+    limits.require(limits_of(config))
+
+
+async def _in_time(closing: Awaitable[None], what: str, within_s: float) -> None:
+    """Wait for this end, but not longer. What fails or hangs is told and left behind: the others end all the same."""
+    ending = asyncio.ensure_future(closing)
+    done, _ = await asyncio.wait((ending,), timeout=within_s)
+    if not done:
+        # Not waited for: it may hang in its cancellation, too.
+        ending.cancel()
+        _log.warning("not closed in time and left behind", what=what)
+    elif not ending.cancelled() and isinstance(error := ending.exception(), Exception):
+        _log.failed("not closed well", error, what=what)
+
+
+def make_management(gateway: App, streams: Streams | None = None) -> Management:
+    """`streams` counts the streams of events and logs; by default its own."""
+    app, shell = empty_app(), gateway.shell
+    began = gateway.clock()
+
+    def uptime_s() -> float:
+        # By the monotonic clock, which is never set.
+        return gateway.clock() - began
+
+    def look() -> Snapshot:
+        return Snapshot(gateway, uptime_s())
+
+    streams = streams or Streams(lambda: gateway.is_draining, gateway.clock)
+    # Their paths come before those that take any id.
+    DownloadRoutes(gateway.downloads).add_to(app)
+    loads = LoadRoutes(shell, gateway.resolver, gateway.tasks, gateway.loads)
+    loads.add_to(app)
+    NativeRoutes(shell, gateway.tasks, loads, look).add_to(app)
+    library = LibraryRoutes(shell, gateway.library, gateway.loads, gateway.updates, look)
+    library.add_to(app)
+    Listing(gateway.catalog, gateway.resolver, gateway.tasks, look).add_to(app)
+    OllamaRoutes(
+        shell, gateway.resolver, gateway.tasks, gateway.library, gateway.downloads, library, gateway.started_at, look
+    ).add_to(app)
+    LlamaSwapRoutes(shell, gateway.loads, gateway.updates, streams, look).add_to(app)
+    CapabilityRoutes(shell, gateway.resolver, gateway.memory_watch, gateway.loads, look).add_to(app)
+    Watching(gateway, streams, look, uptime_s).add_to(app)
+    Operating(
+        shell,
+        gateway.resolver,
+        gateway.tasks,
+        gateway.loads,
+        gateway.operations,
+        gateway.updates,
+        gateway,
+        streams,
+        look,
+    ).add_to(app)
+    ConfigRoutes(gateway).add_to(app)
+    PinRoutes(shell, gateway.tasks, gateway.models, gateway.updates).add_to(app)
+    VersionRoutes(shell, gateway.updates).add_to(app)
+    QueueRoutes(shell, gateway.activity, gateway.tickets).add_to(app)
+    HistoryRoutes(shell, gateway.history).add_to(app)
+    LimitRoutes(gateway.limiter).add_to(app)
+    Explaining(shell, gateway.resolver, gateway.tasks, gateway.memory_watch, gateway.leasing).add_to(app)
+    Simulating(shell, gateway.activity).add_to(app)
+    UsageRoutes(gateway.usage).add_to(app)
+    ClientRoutes(shell, gateway.serving.client_stats).add_to(app)
+    RemoteRoutes(shell, gateway.spending, gateway.remote.fallback).add_to(app)
+    Gpus(shell, gateway.memory_watch).add_to(app)
+    LeaseRoutes(shell, gateway.leasing).add_to(app)
+    Caches(shell, gateway.serving.salts, gateway.hosted_moves).add_to(app)
+    JobRoutes(gateway.jobs, gateway.bodies).add_to(app)
+    PictureRoutes(gateway.pictures, gateway.clock).add_to(app)
+    Docs(app, shell).add_to(app)
+    # One of them takes any id, so it is asked last.
+    ModelStatuses(gateway.catalog, gateway.tasks, look).add_to(app)
+    models = GovernedModels(
+        shell, gateway.resolver, gateway.library, gateway.downloads, gateway.updates, library.users_of
+    )
+    governed = GovernedRoutes(app, gateway.governance, models)
+    return Management(governed, governed.routes)

@@ -38,7 +38,7 @@ class Followed:
     async def begin(self) -> None:
         server = Server(key_file=str(self.file))
         self.ring.use(server, await self.ring.look(server.key_file))
-        self.ring.follow()
+        self.ring.begin()
 
     def add(self, name: str) -> None:
         secret, sha256 = new_key()

@@ -22,6 +22,7 @@ from greenroom.access.keys import Caller
 from greenroom.access.limits import Limiter
 from greenroom.api.reports.history import sample
 from greenroom.api.reports.streams import Streams
+from greenroom.app import make_management
 from greenroom.config import loader
 from greenroom.config.diff import Changes
 from greenroom.config.live import GatewayState
@@ -66,6 +67,7 @@ from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.scheduler_loop import SchedulerLoop
+from greenroom.runtime.shell import Shell
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.serving.prefix_cache import PrefixSalts
@@ -74,7 +76,6 @@ from greenroom.serving.tasks import Tasks
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.history import History
 from greenroom.telemetry.metrics import Metrics
-from greenroom.wiring.routes import make_management
 from tests.runtime.memory.readings import gpu, reading
 
 GPU = DeviceId("gpu0")
@@ -241,7 +242,7 @@ class FakeGateway:
         self.wall_ahead_s = 0.0
         self.client_stats = ClientStats(self.clock)
         self.limiter = Limiter(wall=self.clock)
-        self.cloud_fallback = CloudFallback(Path("/nowhere"), environ={}, write=lambda path, text: None)
+        self.fallback = CloudFallback(Path("/nowhere"), environ={}, write=lambda path, text: None)
         self.catalog, self.slots, self.hub = Catalog(), LiveSlots(), Hub()
         self.metrics, self.activity = Metrics(), Activity()
         self.effects = FakeEffects()
@@ -267,20 +268,21 @@ class FakeGateway:
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         keep = JobLimits(keep_s=600, count_max=100, bytes_max=1_000_000, unfinished_max=100)
         self.table = OperationTable(OperationFiles(Path(folder)), lambda: keep, OperationEvents(self.hub))
-        self.loads = Loads(
-            self.table,
-            self.resolver,
-            cast(Downloads, None),
-            self.operations,
-            state,
-            self.loop,
-            self.slots,
-            HostedSlots(),
+        shell = SimpleNamespace(
+            table=self.table,
+            live=state,
+            config=self.config,
+            loop=self.loop,
+            slots=self.slots,
+            hosted_slots=HostedSlots(),
         )
+        self.loads = Loads(cast(Shell, shell), self.resolver, cast(Downloads, None), self.operations)
         self.governance = GovernanceGate(lambda: NOTHING_USED, UNWRITTEN)
         self.keys = KeyRing(lambda: None)
         # Tests of their routes have a whole gateway.
         self.downloads = self.updates = self.jobs = self.pictures = self.bodies = self.spending = self.usage = None
+        # Parts of which routes ask few things, which are all here.
+        self.shell = self.serving = self.remote = self.models = self.hosted_moves = self
         # What was to be forgotten, and what comes of it.
         self.flushed: list[tuple[str, str | None, str | None]] = []
         self.flush_error: Exception | None = None

@@ -45,7 +45,7 @@ from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.rejections import RETRY_AFTER_MAX_S, RejectionErrors
 from greenroom.runtime.scheduler_loop import SchedulerLoop
-from greenroom.runtime.workers.hosted_slots import HostedSlots
+from greenroom.runtime.shell import Shell
 
 M = ModelId("qwen")
 
@@ -78,16 +78,15 @@ def rejections(
     devices = {DeviceId(f"gpu{n}"): Device(DeviceId(f"gpu{n}"), DeviceKind.GPU, mib) for n, mib in enumerate(gpus_mib)}
     others = [OtherLease(id, name, {}) for id, name in leases.items()]
     view = SimpleNamespace(slots_of=lambda _: slots, ledger=SimpleNamespace(devices=devices, others=others))
-    return RejectionErrors(
-        failures,
-        GatewayState(config, is_draining=is_draining),
+    shell = SimpleNamespace(
+        live=GatewayState(config, is_draining=is_draining),
         # One of which nothing else is asked.
-        SchedulerLoop(cast(Scheduler, SimpleNamespace(view=view)), time.monotonic),
-        catalog,
-        cast(SlotMemory, SimpleNamespace(no_device=lambda _: no_device)),
-        cast(HostedSlots, SimpleNamespace(progress_of=lambda _: progress)),
-        known or NoLeases(),
+        loop=SchedulerLoop(cast(Scheduler, SimpleNamespace(view=view)), time.monotonic),
+        catalog=catalog,
+        hosted_slots=SimpleNamespace(progress_of=lambda _: progress),
     )
+    memory = cast(SlotMemory, SimpleNamespace(no_device=lambda _: no_device))
+    return RejectionErrors(cast(Shell, shell), failures, memory, known or NoLeases())
 
 
 def error(code: RejectCode, *slots: Slot, **numbers: float) -> GreenroomError:

@@ -13,19 +13,23 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from greenroom.access.key_file import FileKey, joined, read_keys
 from greenroom.access.keys import ANYONE, BY_TOKENS, Keys
 from greenroom.base.detached import run_detached
 from greenroom.base.plain_file import why
+from greenroom.config.diff import Changes
+from greenroom.config.part import Apply, Part
 from greenroom.config.problems import is_reachable_without_keys
-from greenroom.config.schema import Server
+from greenroom.config.schema import Config, Server
 from greenroom.errors import ConfigError
 
 LOOK_EVERY_S: Final = 1.0
 # A local file takes microseconds; a file server that takes longer is told as a problem.
 ANSWER_MAX_S: Final = 10.0
+NO_KEYS: Final = Server()
 _NO_ANSWER: Final = "its disk does not answer"
 
 Mark = tuple[int, ...]
@@ -44,10 +48,13 @@ class Look:
 Run = Callable[[Callable[[], Look], str], Awaitable[Look]]
 
 
-class KeyRing:
+class KeyRing(Part):
+    name = "the key file"
+
     def __init__(
         self,
         changed: Callable[[], None],
+        server: Server = NO_KEYS,
         *,
         run: Run = run_detached,
         look_every_s: float = LOOK_EVERY_S,
@@ -60,7 +67,7 @@ class KeyRing:
         self._look_every_s = look_every_s
         self._answer_max_s = answer_max_s
         self._wall = wall
-        self._server = Server()
+        self._server = server
         self._last = Look()
         # The last good keys of the file, revoked ones included.
         self.of_file: tuple[FileKey, ...] = ()
@@ -69,10 +76,21 @@ class KeyRing:
         self._following: asyncio.Task[None] | None = None
         self.keys = Keys()
         self.problems: tuple[str, ...] = ()
+        self._join()
 
     @property
     def path(self) -> str | None:
         return self._server.key_file
+
+    async def open(self) -> None:
+        """Read the file. What is wrong with it prevents no start: its callers are refused until it is mended."""
+        self.use(self._server, await self.look(self.path))
+
+    async def draft(self, new: Config, changes: Changes) -> Apply:
+        look = await self.look(new.server.key_file)
+        if look.problem is not None and new.server.key_file != self.path:
+            raise ConfigError(f"server.key_file: {look.problem}. Nothing was changed")
+        return partial(self.use, new.server, look)
 
     async def look(self, path: str | None) -> Look:
         """Read the file. Never raises, in bounded time."""
@@ -94,13 +112,13 @@ class KeyRing:
             self.of_file, self._last = (), Look()
             if self._following is not None:
                 self._following.cancel()
-                self.follow()
+                self.begin()
         is_new = look is not None and self._take(look)
         self._join()
         if is_new:
             self._changed()
 
-    def follow(self) -> None:
+    def begin(self) -> None:
         """Look at the file from time to time, until `close`."""
         self._following = asyncio.get_running_loop().create_task(self._follow(self.path), name="follow keys")
 

@@ -28,6 +28,7 @@ from greenroom.access.budgets import MINUTE_S
 from greenroom.access.shared_window import Asked, SharedWindow
 from greenroom.base.redis_link import ANSWER_MAX_S, connected, store_fault
 from greenroom.base.repeated import Repeated
+from greenroom.config.part import Part
 
 # Of a minute: how often the store is asked at least.
 _TICK: Final = 1 / 120
@@ -79,8 +80,10 @@ return reply
 """
 
 
-class SharedLimits:
+class SharedLimits(Part):
     """The store, and the task that takes permits from it. `told` hears why it cannot be used; None: it can be again."""
+
+    name = "the store of limits"
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from typing import Final, Literal
 
 from greenroom.base.detached import run_detached
 from greenroom.base.repeated import Repeated
+from greenroom.config.part import Part
 from greenroom.errors import UsageUnavailable
 from greenroom.runtime.steady_clock import SteadyClock
 from greenroom.telemetry.activity import DAY_S, FIGURES, Counts, Name, RowKey, UsageCounts
@@ -78,7 +79,9 @@ class UsageQuestion:
 UsageRow = tuple[str | int | float | None, ...]
 
 
-class UsageStore:
+class UsageStore(Part):
+    writes = True
+
     def __init__(
         self,
         folder: Path,
@@ -90,7 +93,7 @@ class UsageStore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._file = UsageFile(folder / FILE_NAME, days)
-        self._counts = counts
+        self.counts = counts
         self._wall = wall
         self._steady = SteadyClock(wall, clock)
         # What was taken to be written is neither in memory nor in the file until it is.
@@ -103,7 +106,7 @@ class UsageStore:
         """Go on where an earlier run ended. A file that cannot be read costs a warning and nothing else."""
         now = int(self._wall())
         try:
-            self._counts.recall(await run_detached(lambda: self._file.opened(now), "read usage"))
+            self.counts.recall(await run_detached(lambda: self._file.opened(now), "read usage"))
         except (OSError, sqlite3.Error) as error:
             self._warn_once(error)
         self._writing.start()
@@ -116,7 +119,7 @@ class UsageStore:
     async def write(self) -> None:
         """Write what is new, if anything is."""
         async with self._lock:
-            taken, now = self._counts.take(), self._steady.now()
+            taken, now = self.counts.take(), self._steady.now()
             try:
                 if taken:
                     await run_detached(lambda: self._file.add(taken), "write usage")
@@ -125,7 +128,7 @@ class UsageStore:
                     await run_detached(lambda: self._file.roll(int(now)), "tidy usage")
                     self._rolled_on = int(now // DAY_S)
             except Exception as error:
-                self._counts.put_back(taken)
+                self.counts.put_back(taken)
                 self._warn_once(error)
             else:
                 self._failed = False
@@ -134,7 +137,7 @@ class UsageStore:
         """At most one row more than `ROWS_MAX`. Raises UsageUnavailable if the disk does not answer."""
         try:
             async with asyncio.timeout(ANSWER_MAX_S), self._lock:
-                waiting = _rows(self._counts.waiting)
+                waiting = _rows(self.counts.waiting)
                 return await run_detached(lambda: self._file.ask(question, waiting), "ask usage")
         except (OSError, sqlite3.Error) as error:
             raise UsageUnavailable(f"The file of usage cannot be read: {_why(error)}.") from error

@@ -25,11 +25,11 @@ from greenroom.api.asgi import Application, Message, scope_of
 from greenroom.api.declared import DeclaredRoute, Routes, declared_routes, get, route_of
 from greenroom.api.docs_page import docs_page
 from greenroom.api.models.model_openapi import with_model_routes
-from greenroom.api.shell import Shell
 from greenroom.api.views import ErrorBody
 from greenroom.base.detached import run_detached
 from greenroom.errors import BadRequest, GatewayBug, GreenroomError, MethodNotAllowed, NotFound, shown
 from greenroom.http.request import Head
+from greenroom.runtime.shell import Shell
 from greenroom.serving import render
 from greenroom.serving.routes import dialect_of
 

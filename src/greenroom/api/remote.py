@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from greenroom.access.keys import Permission
 from greenroom.api.declared import Routes, get, of_all, put
-from greenroom.api.shell import Shell
 from greenroom.api.views import Order, View
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.remote.spending import Spending
+from greenroom.runtime.shell import Shell
 
 CONFIG_PATH = "/api/v1/config"
 REMOTES_PATH = "/api/v1/remotes"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 
 from greenroom.config.schema import Config
 
@@ -15,3 +16,5 @@ class GatewayState:
     is_starting: bool = True
     """Until models can be asked for."""
     is_draining: bool = False
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by what replaces the configuration, and by what needs it to stay as it is."""

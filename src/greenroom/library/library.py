@@ -15,13 +15,17 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from greenroom.base.detached import run_detached
 from greenroom.base.plain_file import replace_file
 from greenroom.base.repeated import Repeated
+from greenroom.config.diff import Changes
 from greenroom.config.hub import whisper_names, whisper_repository
+from greenroom.config.part import Apply, Part
+from greenroom.config.schema import Config
 from greenroom.errors import ModelNotFound, RemovalFailed
 from greenroom.library.facts import FETCHED_MAX, FILE_NAME, USED_MAX, Remembered, read_remembered, text_of
 from greenroom.library.folders import REST_SHARE, FolderTree
@@ -78,8 +82,10 @@ class _Root:
     look: asyncio.Task[None] | None = None
 
 
-class Library:
+class Library(Part):
     """`run` runs blocking work in a thread that can be left behind."""
+
+    writes = True
 
     def __init__(
         self,
@@ -324,11 +330,14 @@ class Library:
 
     # --- start and end ------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Follow the disk from now on."""
         self._following.wake()
         self._following.start()
         self._keeping.start()
+
+    async def draft(self, new: Config, changes: Changes) -> Apply:
+        return partial(self.use_roots, Roots(new.roots))
 
     async def close(self) -> None:
         """Stop following, and write when models were last used. A thread that hangs is left behind. Raises OSError."""

@@ -72,6 +72,11 @@ class StateDir:
         """The common prefix of the identities of all processes of this directory, in every run."""
         return f"{self.id}:"
 
+    @property
+    def run_name(self) -> str:
+        """Of this run, among those of all gateways."""
+        return f"{self.id}.{self.run}"
+
     def identity(self, slot: str) -> str:
         """The identity of the processes of one slot of this run."""
         return f"{self.prefix}{self.run}:{slot}"

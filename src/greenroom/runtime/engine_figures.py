@@ -12,10 +12,11 @@ from functools import partial
 from typing import Final
 
 from greenroom.base.repeated import Repeated
+from greenroom.config.part import Part
 from greenroom.core.model import SlotId
 from greenroom.runtime.moves.hosted_moves import HostedMoves
-from greenroom.runtime.scheduler_loop import SchedulerLoop
-from greenroom.runtime.slots import LiveSlot, LiveSlots
+from greenroom.runtime.shell import Shell
+from greenroom.runtime.slots import LiveSlot
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("figures")
@@ -26,23 +27,22 @@ ASK_EVERY_S: Final = 5.0
 ANSWER_MAX_S: Final = 3.0
 
 
-class EngineFigures:
+class EngineFigures(Part):
     """The figures are kept with the live slots."""
 
     def __init__(
         self,
-        slots: LiveSlots,
-        loop: SchedulerLoop,
+        shell: Shell,
         hosted: HostedMoves,
         every_s: float = ASK_EVERY_S,
     ) -> None:
-        self._slots = slots
-        self._loop = loop
+        self._slots = shell.slots
+        self._loop = shell.loop
         self._hosted = hosted
         self._looking = Repeated(self._look, "asking engines for figures", lambda: every_s, _log.failed)
         self._asking: dict[SlotId, asyncio.Task[None]] = {}
 
-    def start(self) -> None:
+    def begin(self) -> None:
         self._looking.start()
 
     async def close(self) -> None:

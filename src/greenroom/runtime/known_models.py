@@ -4,10 +4,11 @@ is dropped when a model has left: its logs and its last error."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 from greenroom.core.events import ConfigChanged, Learned
-from greenroom.core.model import ModelId
+from greenroom.core.model import ModelId, ModelSpec
 from greenroom.errors import GreenroomError, TooManyModels
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.scheduler_loop import SchedulerLoop
@@ -44,6 +45,12 @@ class KnownModels:
         self._slots.forget_logs(known)
         for model in [model for model in self._failures if model not in known]:
             del self._failures[model]
+
+    def still_held(self, spec: ModelSpec) -> ModelSpec:
+        """What a reload makes of a model that is held: it stays so, unless it has other processes now."""
+        record = self._loop.view.models.get(spec.id)
+        is_held = record is not None and record.spec.held and record.spec.revision == spec.revision
+        return replace(spec, held=True) if is_held else spec
 
     def is_in_memory(self, model: ModelId) -> bool:
         return bool(self._loop.view.slots_of(model))

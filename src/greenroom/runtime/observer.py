@@ -46,8 +46,8 @@ class Observer:
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._hub = hub
-        self._metrics = metrics
+        self.hub = hub
+        self.metrics = metrics
         self._wall = wall
         self._numbers = itertools.count(1)
         self.residency = Residency(wall, clock)
@@ -67,19 +67,19 @@ class Observer:
         _log.info(f"{move.kind.value} started", **facts, why=_plain(str(reason)))
         self.residency.moving(move, _plain(move.model), self._tell(move.kind.value, facts, reason))
         if move.kind in (MoveKind.UNLOAD, MoveKind.SLEEP):
-            self._metrics.evicted(move.model, _cause(reason))
+            self.metrics.evicted(move.model, _cause(reason))
 
     def moved(self, move: Move, outcome: Outcome, took_s: float) -> None:
         self._moving.pop(move.id, None)
         self.residency.moved(move, _plain(move.model), outcome)
-        self._metrics.move_done(move.model, move.kind.value, outcome.value, took_s)
+        self.metrics.move_done(move.model, move.kind.value, outcome.value, took_s)
         facts = {"model": move.model, "slot": move.slot, "move": move.id}
         said = {**facts, "outcome": outcome.value, "took_s": took_s}
         _log.info(f"{move.kind.value} {outcome.value}", **said)
-        self._hub.publish(f"{move.kind.value}_done", said)
+        self.hub.publish(f"{move.kind.value}_done", said)
 
     def rejected(self, request: str, rejection: Rejection, reason: Reason) -> None:
-        self._metrics.rejected(rejection.model, rejection.code.value)
+        self.metrics.rejected(rejection.model, rejection.code.value)
         facts = {"request": request, "model": _plain(rejection.model), "code": rejection.code.value}
         _log.info("rejected", **facts)
         self._tell("reject", facts, reason)
@@ -98,41 +98,41 @@ class Observer:
     def lost(self, model: str, slot: str, cause: str) -> None:
         self.residency.lost(slot)
         _log.warning("engine lost", model=model, slot=slot, cause=cause)
-        self._hub.publish("lost", {"model": model, "slot": slot, "cause": cause})
+        self.hub.publish("lost", {"model": model, "slot": slot, "cause": cause})
 
     # --- the green room ---------------------------------------------------------------------------------------------
 
     def woke(self, model: str, size_bytes: int, seconds: float) -> None:
         """Weights of this size were copied to a device in this time."""
-        self._metrics.green_room.woke(model, size_bytes, seconds)
+        self.metrics.green_room.woke(model, size_bytes, seconds)
         self._copied("woke", model, size_bytes, seconds)
 
     def prepared(self, model: str, size_bytes: int, seconds: float) -> None:
         """Weights of this size were read from disk into host memory in this time."""
-        self._metrics.green_room.prepared(model, size_bytes, seconds)
+        self.metrics.green_room.prepared(model, size_bytes, seconds)
         self._copied("prepared", model, size_bytes, seconds)
 
     def _copied(self, what: str, model: str, size_bytes: int, seconds: float) -> None:
         rate = round(size_bytes / seconds / 1e9, 2) if seconds > 0 else None
         said = {"model": model, "bytes": size_bytes, "took_s": round(seconds, 3), "gb_per_s": rate}
         _log.info(what, **said)
-        self._hub.publish(what, said)
+        self.hub.publish(what, said)
 
     def worker_started(self, worker: str, *, spare: bool) -> None:
         """A worker is up. A spare one hosts no model yet."""
-        self._metrics.green_room.worker_started(spare=spare)
+        self.metrics.green_room.worker_started(spare=spare)
         _log.info("worker started", worker=worker, spare=spare)
-        self._hub.publish("worker_started", {"worker": worker, "spare": spare})
+        self.hub.publish("worker_started", {"worker": worker, "spare": spare})
 
     def worker_lost(self, worker: str, slots: int, cause: str) -> None:
         """A worker with this many slots ended without being asked to. Each slot is reported by `lost` too."""
-        self._metrics.green_room.worker_lost()
+        self.metrics.green_room.worker_lost()
         _log.warning("worker lost", worker=worker, slots=slots, cause=cause)
-        self._hub.publish("worker_lost", {"worker": worker, "slots": slots, "cause": cause})
+        self.hub.publish("worker_lost", {"worker": worker, "slots": slots, "cause": cause})
 
     def prefetched(self, model: str, size_bytes: int, seconds: float) -> None:
         """This much of its files was read ahead while requests waited for it."""
-        self._metrics.green_room.prefetched(model, size_bytes)
+        self.metrics.green_room.prefetched(model, size_bytes)
         _log.info("prefetched", model=model, bytes=size_bytes, took_s=round(seconds, 3))
 
     def _tell(self, what: str, facts: Mapping[str, Any], reason: Reason) -> Decision:
@@ -143,7 +143,7 @@ class Observer:
         told = {name: _plain(value) for name, value in told.items()}
         decision = {"seq": next(self._numbers), "at": round(self._wall(), 3), "what": what, **told}
         kept.append(decision)
-        self._hub.publish(what, told)
+        self.hub.publish(what, told)
         return decision
 
 

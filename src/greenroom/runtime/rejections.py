@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Final, Protocol
 
-from greenroom.config.live import GatewayState
 from greenroom.core.effects import BUDGET_OVER, Reason, RejectCode, Rejection
 from greenroom.core.model import Device, DeviceKind, LeaseId, ModelId, MoveKind
 from greenroom.core.view import SlotFacts
@@ -27,10 +26,9 @@ from greenroom.errors import (
     Unloaded,
 )
 from greenroom.leases.records import Lease, lease_names
-from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.slot_memory import SlotMemory
-from greenroom.runtime.scheduler_loop import SchedulerLoop
-from greenroom.runtime.workers.hosted_slots import HostedSlots
+from greenroom.runtime.shell import Shell
 
 # The longest Retry-After: an estimate of minutes is a guess.
 RETRY_AFTER_MAX_S = 120.0
@@ -83,20 +81,17 @@ class KnownLeases(Protocol):
 class RejectionErrors:
     def __init__(
         self,
+        shell: Shell,
         failures: Mapping[ModelId, GreenroomError],
-        gateway: GatewayState,
-        loop: SchedulerLoop,
-        catalog: Catalog,
         memory: SlotMemory,
-        hosted_slots: HostedSlots,
         leases: KnownLeases,
     ) -> None:
         self._failures = failures
-        self._gateway = gateway
-        self._loop = loop
-        self._catalog = catalog
+        self._gateway = shell.live
+        self._loop = shell.loop
+        self._catalog = shell.catalog
         self._memory = memory
-        self._hosted_slots = hosted_slots
+        self._hosted_slots = shell.hosted_slots
         self._leases = leases
 
     def error_for(self, rejection: Rejection) -> GreenroomError:

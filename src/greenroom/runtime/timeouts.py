@@ -1,5 +1,7 @@
-"""How long the gateway waits for workers, drivers and disks that do not answer, in seconds. One record with a default
-for each wait, handed down by the wiring. Times that operators set are in the configuration."""
+"""How long the gateway waits for workers, drivers and disks that do not answer, in seconds.
+
+One record with a default for each wait, handed down in the `Shell`. Times that operators set are in the configuration.
+"""
 
 from __future__ import annotations
 

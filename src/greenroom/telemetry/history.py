@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from greenroom.config.part import Part
+
 EVERY_S: Final = 10.0
 SAMPLES_MAX: Final = 361
 
@@ -72,19 +74,19 @@ class Sample:
     """By GPU, in percent."""
 
 
-class History:
+class History(Part):
     def __init__(self, take: Callable[[], Sample], every_s: float = EVERY_S) -> None:
         self._take = take
         self.every_s = every_s
         self._timer: asyncio.TimerHandle | None = None
         self._samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
 
-    def start(self) -> None:
+    def begin(self) -> None:
         # First, so that one look that fails is not the last.
-        self._timer = asyncio.get_running_loop().call_later(self.every_s, self.start)
+        self._timer = asyncio.get_running_loop().call_later(self.every_s, self.begin)
         self.look()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 

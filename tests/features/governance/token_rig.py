@@ -103,5 +103,5 @@ async def opened(
         clock,
         fold_s,
     )
-    gate.rules = await gate.draft(section)
+    gate.rules = await gate.read(section)
     return gate

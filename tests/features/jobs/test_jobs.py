@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO, cast
 
 import pytest
@@ -17,7 +18,7 @@ from greenroom.config.live import GatewayState
 from greenroom.config.schema import Config
 from greenroom.core.scheduler import DefaultScheduler
 from greenroom.features.jobs.jobs import Jobs
-from greenroom.features.pictures.answers import PictureAnswers, PictureServices
+from greenroom.features.pictures.answers import PictureAnswers
 from greenroom.features.pictures.store import Picture, PictureStore
 from greenroom.http.body import BodyBudget
 from greenroom.http.limits import EdgeLimits
@@ -46,7 +47,8 @@ def jobs_of(table: EmptyTable, **said: Any) -> Jobs:
     """Jobs that nobody runs."""
     nothing: Any = None
     loop = SchedulerLoop(DefaultScheduler(nothing), time.monotonic)
-    return Jobs(cast(Any, table), nothing, nothing, nothing, nothing, GatewayState(Config()), loop, **said)
+    shell = SimpleNamespace(table=table, live=GatewayState(Config()), loop=loop)
+    return Jobs(cast(Any, shell), nothing, nothing, nothing, nothing, **said)
 
 
 class FixedTable(EmptyTable):
@@ -77,7 +79,7 @@ async def test_nothing_begins_anew_while_or_after_jobs_close(turns: int) -> None
     """Whatever it was about to do in the turn of the loop in which it is closed."""
     table = EmptyTable()
     jobs = jobs_of(table, tidy_every_s=0.0)
-    jobs.start()
+    jobs.begin()
     for _ in range(turns):
         await asyncio.sleep(0)
     async with asyncio.timeout(PATIENCE_S):
@@ -132,9 +134,9 @@ class CountingStore(PictureStore):
 async def test_a_caller_that_leaves_while_a_disk_hangs_lets_no_other_answer_into_memory(tmp_path: Path) -> None:
     held = HeldFiles(tmp_path)
     store = CountingStore(held, lambda: KeepLimits(100, 10, 10_000), lambda: 0.0)
-    store.open()
+    await store.open()
     bodies = BodyBudget(EdgeLimits())
-    answers = PictureAnswers(PictureServices(store, bodies, GatewayState(Config())))
+    answers = PictureAnswers(store, bodies, GatewayState(Config()))
 
     def asked() -> asyncio.Task[object]:
         one = answers.for_request(HEAD, "ann", "m")
@@ -158,9 +160,9 @@ async def test_a_caller_that_leaves_while_a_disk_hangs_lets_no_other_answer_into
 
 async def test_answers_are_made_one_at_a_time(tmp_path: Path) -> None:
     store = SlowStore(OperationFiles(tmp_path), lambda: KeepLimits(100, 10, 10_000), lambda: 0.0)
-    store.open()
+    await store.open()
     bodies = BodyBudget(EdgeLimits())
-    answers = PictureAnswers(PictureServices(store, bodies, GatewayState(Config())))
+    answers = PictureAnswers(store, bodies, GatewayState(Config()))
 
     async def made() -> bytes:
         one = answers.for_request(HEAD, "ann", "m")

@@ -83,7 +83,7 @@ class Rig:
         )
         devices = tuple(Device(DeviceId(f"gpu{number}"), DeviceKind.GPU, GPU_MIB) for number in range(gpus))
         self.loop.post(ConfigChanged(self.clock(), devices=devices))
-        self.leasing.restore()
+        self.leasing.begin()
         self.loop.post(ConfigChanged(self.clock(), models=tuple(models)))
 
     def id_of(self, name: str) -> DeviceId | None:

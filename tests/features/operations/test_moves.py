@@ -27,7 +27,7 @@ from greenroom.runtime.catalogue import Catalog
 from greenroom.runtime.loop import AsyncEffects
 from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.moves.mover import Mover
-from greenroom.runtime.scheduler_loop import SchedulerLoop
+from greenroom.runtime.shell import Shell
 
 QWEN = ModelId("qwen")
 
@@ -51,11 +51,11 @@ class Rig:
         keys = {"path": "/models/qwen.gguf", "memory_mib": 1, "pinned": QWEN in kept}
         catalog.fill(Config.model_validate({"models": {QWEN: keys}}))
         view = SimpleNamespace(slots_of=lambda model: [model], green_room_shortfall=lambda _: shortfall)
+        loop = SimpleNamespace(post=self._post, clock=lambda: 5.0, view=view)
         self.operations = OperatorMoves(
             cast(AsyncEffects, self._effects),
             cast(Mover, SimpleNamespace(failures=self.failures)),
-            cast(SchedulerLoop, SimpleNamespace(post=self._post, clock=lambda: 5.0, view=view)),
-            catalog,
+            cast(Shell, SimpleNamespace(loop=loop, catalog=catalog)),
             cast(SlotMemory, SimpleNamespace(no_device=lambda _: no_device)),
         )
 

@@ -25,7 +25,6 @@ class Rig:
         self.limits = KeepLimits(keep_s=100, count_max=5, bytes_max=1000)
         self.now = 0.0
         self.store = PictureStore(OperationFiles(self.folder), lambda: self.limits, lambda: self.now)
-        self.store.open()
 
     async def keep(self, tenant: str, *sizes: int) -> list[str]:
         return await self.store.keep(tenant, [Picture("image/png", bytes([size % 256]) * size) for size in sizes])
@@ -42,6 +41,7 @@ class Rig:
 @pytest_asyncio.fixture
 async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     rig = Rig(tmp_path)
+    await rig.store.open()
     yield rig
     await rig.store.close()
     assert rig.files == 0
@@ -123,7 +123,7 @@ async def test_files_go_by_themselves(tmp_path: Path) -> None:
     store = PictureStore(
         OperationFiles(tmp_path / "pictures"), lambda: KeepLimits(0.05, 5, 100), asyncio.get_running_loop().time
     )
-    store.open()
+    await store.open()
     await store.keep("ann", [Picture("image/png", b"x")])
     await until(lambda: not os.listdir(tmp_path / "pictures"))
     await store.keep("ann", [Picture("image/png", b"x")])
@@ -133,4 +133,5 @@ async def test_files_go_by_themselves(tmp_path: Path) -> None:
 async def test_nothing_survives_a_restart(rig: Rig, tmp_path: Path) -> None:
     [id] = await rig.keep("ann", 10)
     again = Rig(tmp_path)
+    await again.store.open()
     assert (again.store.find(id), again.files) == (None, 0)

@@ -15,7 +15,6 @@ from greenroom.config.schema import Model
 from greenroom.features.library.downloads import Downloads
 from greenroom.features.versions.weights import VersionWeights, WeightsRef, _is_needed
 from greenroom.library.download_locks import FETCHING, FOLDER
-from greenroom.library.library import Library
 from greenroom.library.records import LibraryRecord, ModelFile, ModelKind, Source
 from tests.library.hub_cache import add_snapshot
 from tests.waiting import PATIENCE_S, until
@@ -39,7 +38,7 @@ class SlowRoots:
 
 async def test_a_fetch_that_is_cancelled_while_it_begins_leaves_no_lock(tmp_path: Path) -> None:
     roots = SlowRoots(tmp_path)
-    weights = VersionWeights(cast(Library, SimpleNamespace(roots=roots)), cast(Downloads, None))
+    weights = VersionWeights(cast(Downloads, SimpleNamespace(library=SimpleNamespace(roots=roots))))
     fetching = asyncio.ensure_future(weights.found(cast(Model, None), WeightsRef("org/name"), set()))
     await until(roots.asked.is_set)
     fetching.cancel()

@@ -13,10 +13,9 @@ import pytest
 import pytest_asyncio
 
 from greenroom.access.keys import Permission
-from greenroom.app import App
+from greenroom.app import App, make_management
 from greenroom.core.model import ModelId
 from greenroom.serving.routes import MODEL_ROUTES
-from greenroom.wiring.routes import make_management
 from tests.harness import fake, gateway, write_config
 from tests.integration.raw import Answer, Raw, asking, http, request_bytes
 from tests.waiting import until

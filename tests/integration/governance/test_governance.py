@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from greenroom.app import App
+from greenroom.app import App, make_management
 from greenroom.core.model import ModelId
 from greenroom.features.governance.audit import verify
 from greenroom.features.governance.canonical_json import sha256_of
 from greenroom.features.governance.shared_nonces import AFTER, CALLS
 from greenroom.features.governance.tokens import as_text
 from greenroom.library.records import Version
-from greenroom.wiring.routes import make_management
 from tests.features.governance.token_rig import PUBLIC, key_file, shared_token, signed_token
 from tests.harness import GatewayProcess, fake, gateway, tiny, write_config
 from tests.integration.raw import Answer, asking, chat, http

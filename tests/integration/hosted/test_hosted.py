@@ -468,7 +468,7 @@ async def test_a_slot_that_the_scheduler_has_given_up_is_forgotten(tmp_path: Pat
         (slot,) = app.hosted_slots.there
         app.hosted_moves.reconcile(slot)
         assert app.hosted_slots.there, "the scheduler counts with it"
-        app.post(SlotsLost(app.clock(), (slot,), Tier.COLD, "it is lost"))
+        app.loop.post(SlotsLost(app.clock(), (slot,), Tier.COLD, "it is lost"))
         app.hosted_moves.reconcile(slot)
         await until(lambda: not app.hosted_slots.there, "it is forgotten")
         assert not arenas() and folder.events() == ["open", "close"]

@@ -34,8 +34,9 @@ async def serving(folder: Path, kind: str, faults: str = "") -> AsyncIterator[tu
 async def often(app: App) -> None:
     """Not every five seconds, so that the test need not wait."""
     await app.figures.close()
-    app.figures = type(app.figures)(app.slots, app.loop, app.hosted_moves, every_s=0.05)
-    app.figures.start()
+    app.figures = type(app.figures)(app.shell, app.hosted_moves, every_s=0.05)
+    app.parts = (*app.parts, app.figures)
+    app.figures.begin()
 
 
 async def cache(app: App) -> Any:

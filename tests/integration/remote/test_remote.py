@@ -284,7 +284,7 @@ async def test_names_are_forgotten_when_their_provider_changes(there: Provider, 
 
 async def test_only_so_many_names_are_remembered(there: Provider, tmp_path: Path) -> None:
     async with gateway(tmp_path, {"local": fake("local")}, remotes={"acme": there.remote()}) as app:
-        app.resolver.remote_names = RemoteNames(app.catalog, app.state, app.models, names_max=2)
+        app.resolver.remote_names = RemoteNames(app.catalog, app.state, app.models.known, names_max=2)
         for name in ("a", "b", "c"):
             assert (await chat(app, f"acme:{name}")).status == 200
         assert [app.catalog.is_known(f"acme:{name}") for name in "abc"] == [False, True, True]

@@ -122,7 +122,7 @@ async def test_gateways_with_one_store_share_the_budget_and_the_switch(there: Pr
             redis.kill()
             kept = await http(first, "PUT", "/api/v1/config", {"allowCloudFallback": True})
             assert (kept.status, kept.error["code"]) == (507, "config_not_kept")
-            assert not first.cloud_fallback.is_allowed
+            assert not first.remote.fallback.is_allowed
 
 
 def _sums(client: Redis) -> list[bytes]:

@@ -39,7 +39,7 @@ class Rig:
 
     def again(self) -> OperationTable:
         table = self.of(OperationFiles(self.folder))
-        table.open()
+        table.read()
         self.table = table
         return table
 

@@ -84,7 +84,7 @@ async def test_only_so_many_models_are_remembered(tmp_path: Path) -> None:
 async def test_times_are_written_from_time_to_time(tmp_path: Path) -> None:
     core = Core(a=TIMES)
     times = LearnedTimes(tmp_path, loop_of(core), catalog(), write_every_s=0.02)
-    times.start()
+    times.begin()
     await until(lambda: times_in(tmp_path).recall([A]) == {A: TIMES}, "written")
     core.times[A] = Learned({MoveKind.LOAD: 1.0})
     await until(lambda: times_in(tmp_path).recall([A]) == core.times, "written again")

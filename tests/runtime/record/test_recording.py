@@ -65,9 +65,9 @@ class Heard:
         return lambda *said: self.asked.append((name, said))
 
 
-def recording_to(path: Path, **options: Any) -> EventRecorder:
+async def recording_to(path: Path, **options: Any) -> EventRecorder:
     recorder = EventRecorder(path, **options)
-    recorder.open()
+    await recorder.open()
     return recorder
 
 
@@ -80,7 +80,7 @@ def gone(number: int) -> Event:
 
 async def test_events_and_effects_come_back_in_order(tmp_path: Path) -> None:
     path, heard = tmp_path / "events", Heard()
-    recorder = recording_to(path)
+    recorder = await recording_to(path)
     effects = recorder.watching(cast(Effects, heard))
     events = [gone(1), ServeDone(0.1 + 0.2, RequestId("r-2"), lost_before_first_byte=True), gone(3)]
     for event in events:
@@ -103,7 +103,7 @@ def test_every_effect_the_core_can_ask_for_is_watched() -> None:
 async def test_earlier_recording_is_kept_beside_the_new_one(tmp_path: Path) -> None:
     path = tmp_path / "events"
     for number in (1, 2):
-        recorder = recording_to(path)
+        recorder = await recording_to(path)
         recorder.add(gone(number))
         await recorder.close()
     assert (read_events(tmp_path / "events.1"), read_events(path)) == ([gone(1)], [gone(2)])
@@ -112,19 +112,19 @@ async def test_earlier_recording_is_kept_beside_the_new_one(tmp_path: Path) -> N
 async def test_starts_that_fail_do_not_push_out_the_last_real_recording(tmp_path: Path) -> None:
     path = tmp_path / "events"
     for number in (1, 2):
-        recorder = recording_to(path)
+        recorder = await recording_to(path)
         recorder.add(gone(number))
         await recorder.close()
     for _ in range(3):
         # One that ended in good order, one that did not end at all.
-        await recording_to(path).close()
-        recording_to(path)
+        await (await recording_to(path)).close()
+        await recording_to(path)
     assert (read_events(tmp_path / "events.1"), read(path).events) == ([gone(2)], [])
 
 
 async def test_recording_that_loses_an_event_ends_there_and_says_so(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    recorder = recording_to(path, waiting_max=2)
+    recorder = await recording_to(path, waiting_max=2)
     for number in range(5):
         recorder.add(gone(number))
     await recorder.close()
@@ -140,7 +140,7 @@ async def test_recording_on_a_disk_that_was_full_for_a_while_has_no_gap(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "events"
-    recorder = recording_to(path)
+    recorder = await recording_to(path)
     recorder.add(gone(1))
     await until(lambda: '"n":1' in path.read_text(), "the first is written")
     with full_disk(path.stat().st_size):
@@ -155,7 +155,7 @@ async def test_recording_on_a_disk_that_was_full_for_a_while_has_no_gap(
 
 async def test_recording_that_has_grown_too_large_ends_there(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    recorder = recording_to(path, bytes_max=40)
+    recorder = await recording_to(path, bytes_max=40)
     recorder.add(gone(1))
     await until(lambda: recorder._file.is_full, "the first is written")
     recorder.add(gone(2))
@@ -165,7 +165,7 @@ async def test_recording_that_has_grown_too_large_ends_there(tmp_path: Path) -> 
 
 async def test_gap_half_a_line_and_a_missing_end_are_noticed(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    recorder = recording_to(path)
+    recorder = await recording_to(path)
     for number in range(3):
         recorder.add(gone(number))
     await recorder.close()
@@ -224,7 +224,7 @@ async def test_an_empty_file_does_not_replace_the_one_kept(tmp_path: Path) -> No
     kept.write_text("keep me")
     path.touch()
     recorder = ActivityRecorder(path)
-    recorder.open()
+    await recorder.open()
     await recorder.close()
     assert kept.read_text() == "keep me"
 
@@ -232,7 +232,7 @@ async def test_an_empty_file_does_not_replace_the_one_kept(tmp_path: Path) -> No
 async def test_each_answered_request_is_a_row(tmp_path: Path) -> None:
     path = tmp_path / "activity.csv"
     recorder = ActivityRecorder(path)
-    recorder.open()
+    await recorder.open()
     recorder.add(ended(1, wait_s=0.25, total_s=1.5))
     recorder.add(ended(2, status=503))
     recorder.add(ended(3, status=499))

@@ -202,11 +202,11 @@ async def test_a_broken_file_opens_no_fresh_budget(tmp_path: Path, text: str) ->
     without_budget.begin(body(3)).settle(0, 3)
     await spending.close()
     assert (tmp_path / FILE_NAME).read_text() == text, "what is left of it is kept"
-    await spending.look_again()
+    (await spending.look_again())()
     with pytest.raises(RemoteSpendingUnknown):
         meter.begin(body(1))
     (tmp_path / FILE_NAME).write_text('{"version": 1, "days": {"20000": {"acme": 8, "free": 1}}}')
-    await spending.look_again()
+    (await spending.look_again())()
     assert (spending.spent("acme"), spending.spent("free")) == (8.0, 4.0)
     meter.begin(body(2)).settle(0, 2)
     with pytest.raises(RemoteBudgetSpent):
@@ -219,7 +219,7 @@ async def test_a_broken_file_that_is_removed_counts_from_0(tmp_path: Path) -> No
     (tmp_path / FILE_NAME).write_text("{")
     spending, meter = opened(tmp_path, Clock())
     (tmp_path / FILE_NAME).unlink()
-    await spending.look_again()
+    (await spending.look_again())()
     meter.begin(body(1)).settle(0, 1)
     await spending.close()
     assert opened(tmp_path, Clock())[0].spent("acme") == 1.0

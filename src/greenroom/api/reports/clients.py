@@ -19,8 +19,8 @@ from greenroom.access.keys import ANYONE, Permission
 from greenroom.access.limits import KEY, MODEL, TENANT, Kind, Limiter
 from greenroom.access.profiles import Profiles
 from greenroom.api.declared import Routes, get
-from greenroom.api.shell import Shell
 from greenroom.api.views import View
+from greenroom.runtime.shell import Shell
 
 CLIENTS_PATH: Final = "/api/v1/clients"
 

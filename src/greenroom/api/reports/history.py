@@ -11,10 +11,11 @@ from fastapi import Query
 
 from greenroom.access.keys import Permission
 from greenroom.api.declared import Routes, get
+from greenroom.api.overview import Overview
 from greenroom.api.reports.memory import gpu_used_mib, green_room_used_mib
-from greenroom.api.shell import Overview, Shell
 from greenroom.api.views import View
 from greenroom.core.model import Tier
+from greenroom.runtime.shell import Shell
 from greenroom.telemetry.history import History, Sample
 
 HISTORY_PATH: Final = "/api/v1/history"
@@ -145,7 +146,7 @@ class HistoryRoutes(Routes):
 
 def sample(gateway: Overview, wall: Callable[[], float] = time.time) -> Sample:
     """The gateway at this moment, in a dozen figures."""
-    state = gateway.loop.scheduler.view
+    state = gateway.shell.loop.scheduler.view
     slots = [slot for slot in state.slots.values() if slot.lease is None]
     gpus = gateway.memory_watch.last.reading.gpus
     held: dict[str, float] = {str(device): 0.0 for device in state.ledger.devices}
@@ -154,15 +155,16 @@ def sample(gateway: Overview, wall: Callable[[], float] = time.time) -> Sample:
             held[str(device)] += holding.on(device)
     return Sample(
         at=round(wall(), 3),
-        clock=gateway.clock(),
-        totals=gateway.metrics.totals(),
+        clock=gateway.shell.clock(),
+        totals=gateway.shell.metrics.totals(),
         queue=state.waitlist.depth,
         in_flight=sum(len(slot.in_flight) for slot in slots),
         connections=gateway.edge.connections,
         green_room_mib=green_room_used_mib(state),
         ready=sum(slot.tier is Tier.READY for slot in slots),
         asleep=sum(slot.tier is Tier.ASLEEP for slot in slots),
-        used_mib=held | {gpu.uuid: float(gpu_used_mib(gateway, gpu)) for gpu in gpus if gpu.uuid in held},
+        used_mib=held
+        | {gpu.uuid: float(gpu_used_mib(gateway.shell, gateway.memory_watch, gpu)) for gpu in gpus if gpu.uuid in held},
         utilisation={gpu.uuid: float(gpu.utilisation) for gpu in gpus if gpu.utilisation is not None},
     )
 

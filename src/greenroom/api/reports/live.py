@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import msgspec
 
+from greenroom.api.overview import Overview
 from greenroom.api.reports.snapshot import Snapshot, is_failing
 from greenroom.api.reports.streams import EVENTS_MAX, event_frame
-from greenroom.api.shell import Overview
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.observer import DROPPED, Event, Hub
 
@@ -76,11 +76,11 @@ class LiveState:
 
     def rendered(self, model: str) -> msgspec.Raw | None:
         """This model as it is now; None if there is no such model any more."""
-        now = self._gateway.clock()
+        now = self._gateway.shell.clock()
         at, found = self._rendered.get(model, (now, None))
         # Older ones have changed in nothing but the times that pass by themselves, which are of the event all the same.
         if found is None or now - at > self._period_s:
-            entry = self._gateway.catalog.find(model)
+            entry = self._gateway.shell.catalog.find(model)
             if entry is None or entry.shown_id(to_operator=True) != model:
                 return None
             view = self._look().model(entry, to_operator=True, waiting=self._waiting[entry.id])
@@ -109,14 +109,14 @@ class LiveState:
 
     def _facts_now(self) -> dict[str, object]:
         """What viewers are told about each model, without times that pass by themselves."""
-        state, now = self._gateway.loop.scheduler.view, self._gateway.clock()
+        state, now = self._gateway.shell.loop.scheduler.view, self._gateway.shell.clock()
         self._waiting = waiting = Counter(str(caller.model) for caller in state.callers())
-        shown = {entry.shown_id(to_operator=True): entry for entry in self._gateway.catalog.shown}
+        shown = {entry.shown_id(to_operator=True): entry for entry in self._gateway.shell.catalog.shown}
         return {name: self._facts_of(entry, waiting[entry.id], now) for name, entry in shown.items()}
 
     def _facts_of(self, entry: Entry, waiting: int, now: float) -> object:
         gateway = self._gateway
-        state, live = gateway.loop.scheduler.view, gateway.slots.live
+        state, live = gateway.shell.loop.scheduler.view, gateway.shell.slots.live
         record = state.models.get(entry.id)
         slots = tuple(
             (

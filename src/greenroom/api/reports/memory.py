@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from greenroom.access.keys import Permission
-from greenroom.api.declared import get
-from greenroom.api.shell import Shell, ShellRoutes
+from greenroom.api.declared import Routes, get
 from greenroom.api.views import CacheView, GpuView, GreenRoomView, ModelName, ProbeView, View
 from greenroom.core.model import DeviceId, DeviceKind, MoveKind, Tier
 from greenroom.core.view import SchedulerView, SlotFacts
@@ -19,7 +18,8 @@ from greenroom.engines.estimates.estimate import mib as mib_of
 from greenroom.leases.records import core_id
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.readings import SIMULATED, GpuReading
-from greenroom.runtime.memory.watch import MemoryLook
+from greenroom.runtime.memory.watch import MemoryLook, MemoryWatch
+from greenroom.runtime.shell import Shell
 from greenroom.runtime.slots import LiveSlots
 
 PATH = "/api/v1/gpus"
@@ -69,25 +69,29 @@ class GpuList(View):
     host: HostMemoryView
 
 
-class Gpus(ShellRoutes):
+class Gpus(Routes):
+    def __init__(self, shell: Shell, watch: MemoryWatch) -> None:
+        self._shell = shell
+        self._watch = watch
+
     @get(PATH, needs=Permission.READ)
     async def list_gpus(self) -> GpuList:
         """Every GPU now: the driver's figures, what models and leases hold, and what other processes use."""
-        shell = self._shell
-        if shell.clock() - shell.memory_watch.last.at > FRESH_S:
-            await shell.memory_watch.look_now()
-        return GpuPicture(shell, shell.clock()).whole()
+        shell, watch = self._shell, self._watch
+        if shell.clock() - watch.last.at > FRESH_S:
+            await watch.look_now()
+        return GpuPicture(shell, watch, shell.clock()).whole()
 
 
 class GpuPicture:
     """The GPUs as they were at the last look, with what the scheduler plans there now."""
 
-    def __init__(self, shell: Shell, now: float) -> None:
+    def __init__(self, shell: Shell, watch: MemoryWatch, now: float) -> None:
         self._shell = shell
-        self._watched = shell.memory_watch
+        self._watched = watch
         self._look: MemoryLook = self._watched.last
         self._state = state = shell.loop.scheduler.view
-        self._split = memory_split(shell)
+        self._split = memory_split(shell, watch)
         self._now = now
         self._free = state.ledger.free_mib(frozenset())
 
@@ -129,7 +133,7 @@ class GpuPicture:
             "index": gpu.index,
             "name": gpu.name,
             "total_mib": gpu.total_mib,
-            "used_mib": gpu_used_mib(self._shell, gpu),
+            "used_mib": gpu_used_mib(self._shell, self._watched, gpu),
             "foreign_mib": self._state.ledger.foreign.get(device, 0),
             "free_mib": max(0, self._free.get(device, 0)),
             "weights_mib": split.weights_mib,
@@ -162,9 +166,9 @@ class GpuPicture:
         ]
 
 
-def gpu_used_mib(shell: Shell, gpu: GpuReading) -> int:
+def gpu_used_mib(shell: Shell, watch: MemoryWatch, gpu: GpuReading) -> int:
     """MiB that all processes use of it. No process uses a simulated GPU: there it is what models and leases hold."""
-    if shell.memory_watch.kind != SIMULATED:
+    if watch.kind != SIMULATED:
         return gpu.used_mib
     holdings = shell.loop.scheduler.view.ledger.holdings.values()
     return sum(holding.on(DeviceId(gpu.uuid)) for holding in holdings)
@@ -217,9 +221,9 @@ class GpuSplit:
     other_mib: int = 0
 
 
-def memory_split(shell: Shell) -> dict[DeviceId, GpuSplit]:
+def memory_split(shell: Shell, watch: MemoryWatch) -> dict[DeviceId, GpuSplit]:
     """By GPU. Figures of models are planned ones; `other` is what remains of what is used."""
-    gpus = shell.memory_watch.last.reading.gpus
+    gpus = watch.last.reading.gpus
     found = {DeviceId(gpu.uuid): GpuSplit() for gpu in gpus}
     for slot in shell.loop.scheduler.view.slots.values():
         if slot.lease is None and slot.tier is Tier.READY:
@@ -228,7 +232,7 @@ def memory_split(shell: Shell) -> dict[DeviceId, GpuSplit]:
                 found[device].kv_mib += kv
     for gpu in gpus:
         split = found[DeviceId(gpu.uuid)]
-        split.other_mib = max(0, gpu_used_mib(shell, gpu) - split.weights_mib - split.kv_mib)
+        split.other_mib = max(0, gpu_used_mib(shell, watch, gpu) - split.weights_mib - split.kv_mib)
     return found
 
 

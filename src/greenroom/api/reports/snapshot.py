@@ -13,8 +13,8 @@ from typing import Final, Literal
 
 import greenroom
 from greenroom.api import views
+from greenroom.api.overview import Overview
 from greenroom.api.reports.memory import GpuPicture, cache_view, green_room_view
-from greenroom.api.shell import Overview
 from greenroom.api.views import StatusWord
 from greenroom.core.model import Device, DeviceId, ModelId, MoveKind, Need, SlotId, Tier
 from greenroom.core.view import ModelFacts, SchedulerView, SlotFacts, WaitingCaller
@@ -37,8 +37,8 @@ class Snapshot:
 
     def __init__(self, gateway: Overview, uptime_s: float) -> None:
         self._gateway = gateway
-        self._state: SchedulerView = gateway.loop.scheduler.view
-        self._now = gateway.clock()
+        self._state: SchedulerView = gateway.shell.loop.scheduler.view
+        self._now = gateway.shell.clock()
         self._uptime_s = uptime_s
 
     # --- /v1/models -------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class Snapshot:
             leaseStore=None if self._gateway.sharing is None else "up" if self._is_store_up else "down",
             keyFile=self._key_file(),
             uptime=int(self._uptime_s),
-            modelsLoaded=sum(self.word(entry) is StatusWord.LOADED for entry in self._gateway.catalog),
+            modelsLoaded=sum(self.word(entry) is StatusWord.LOADED for entry in self._gateway.shell.catalog),
             queueDepth=state.waitlist.depth,
         )
 
@@ -88,12 +88,12 @@ class Snapshot:
         return None if keys.path is None else "stale" if keys.problems else "ok"
 
     def _health_word(self) -> views.HealthWord:
-        state, catalog = self._state, self._gateway.catalog
-        if self._gateway.is_draining:
+        state, catalog = self._state, self._gateway.shell.catalog
+        if self._gateway.shell.is_draining:
             return "draining"
         if state.waitlist.depth >= state.limits.queue_depth_max:
             return "saturated"
-        if self._now - self._gateway.loop.failed_at < SCHEDULER_FAILED_S:
+        if self._now - self._gateway.shell.loop.failed_at < SCHEDULER_FAILED_S:
             return "failed"
         if not self._is_store_up and not any(self.word(entry) is StatusWord.LOADED for entry in catalog):
             return "failed"
@@ -111,11 +111,11 @@ class Snapshot:
     def ready(self) -> views.ProbeAnswer:
         """Whether requests are accepted."""
         state = self._state
-        if self._gateway.is_draining:
+        if self._gateway.shell.is_draining:
             return views.ProbeAnswer(status="draining")
-        if self._gateway.is_starting:
+        if self._gateway.shell.is_starting:
             return views.ProbeAnswer(status="starting")
-        models, catalog = self._gateway.config.models, self._gateway.catalog
+        models, catalog = self._gateway.shell.config.models, self._gateway.shell.catalog
         if any(model.versions is not None and not catalog.is_known(name) for name, model in models.items()):
             return views.ProbeAnswer(status="no_version")
         if self._gateway.is_catching_up:
@@ -140,14 +140,14 @@ class Snapshot:
         gateway, state = self._gateway, self._state
         callers = self._callers()
         free = state.ledger.free_mib(frozenset())
-        known = {entry.id for entry in gateway.catalog.shown}
-        picture = GpuPicture(gateway, self._now)
+        known = {entry.id for entry in gateway.shell.catalog.shown}
+        picture = GpuPicture(gateway.shell, gateway.memory_watch, self._now)
         return views.StatusView(
             version=greenroom.__version__,
             build=BUILD,
             started=datetime.fromtimestamp(gateway.started_at, UTC).isoformat(timespec="seconds"),
             uptime_s=round(self._uptime_s, 3),
-            draining=gateway.is_draining,
+            draining=gateway.shell.is_draining,
             addresses=list(gateway.edge.addresses),
             queue=self._queue(),
             lease_store=self._lease_store(),
@@ -168,7 +168,7 @@ class Snapshot:
     def models(self, *, to_operator: bool, sees: Callable[[str], bool] = lambda _: True) -> list[views.ModelView]:
         """All models for operators; for others those that they may see, without those that are `unlisted`."""
         waiting = Counter(waiter.model for waiter in self._callers())
-        seen = (entry for entry in self._gateway.catalog.shown if sees(entry.base_id))
+        seen = (entry for entry in self._gateway.shell.catalog.shown if sees(entry.base_id))
         shown = (entry for entry in seen if to_operator or not entry.config.unlisted)
         return [self._model(entry, waiting[entry.id], to_operator) for entry in shown]
 
@@ -239,7 +239,7 @@ class Snapshot:
             retry_in_s=self._retry_in_s(record),
             last_error=self._last_error(entry.id, to_operator),
             missing=entry.engine.missing(entry.config) if to_operator and not slots else None,
-            cache=cache_view(self._gateway.slots, slots),
+            cache=cache_view(self._gateway.shell.slots, slots),
             no_sleep=_no_sleep(entry),
             versioned=self._is_versioned(entry.id),
             pid=next((view.pid for view in slot_views if view.pid is not None), None),
@@ -247,7 +247,7 @@ class Snapshot:
 
     def _is_versioned(self, model: ModelId) -> bool:
         """False for a version that is on its way: it has the configuration of its model, under a name of its own."""
-        configured = self._gateway.config.models.get(model)
+        configured = self._gateway.shell.config.models.get(model)
         return configured is not None and configured.versions is not None
 
     def _slot(self, slot: SlotFacts, *, to_operator: bool) -> views.SlotView:
@@ -273,7 +273,7 @@ class Snapshot:
         return round(max(0.0, slot.last_used + slot.idle_s - self._now), 1)
 
     def _need(self, entry: Entry) -> views.NeedView:
-        catalog, record = self._gateway.catalog, self._state.models.get(entry.id)
+        catalog, record = self._gateway.shell.catalog, self._state.models.get(entry.id)
         need = record.need if record is not None else entry.spec.need
         if not catalog.fits_memory:
             return need_view(need, None)
@@ -313,7 +313,7 @@ class Snapshot:
         return views.LastError(code=failure.code, message=told.message)
 
     def _pid(self, slot: SlotId) -> int | None:
-        live = self._gateway.slots.live.get(slot)
+        live = self._gateway.shell.slots.live.get(slot)
         return None if live is None or live.child is None else live.child.pid
 
     def _waiting(self, waiter: WaitingCaller, position: int) -> views.WaitingView:

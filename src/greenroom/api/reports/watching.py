@@ -19,11 +19,11 @@ from greenroom.access.keys import Caller, Permission
 from greenroom.api import views
 from greenroom.api.asgi import asked_by_admin, caller_of
 from greenroom.api.declared import Routes, get
+from greenroom.api.overview import Overview
 from greenroom.api.reports.live import LiveState, StateFeed
 from greenroom.api.reports.memory import cache_view, gpu_used_mib, green_room_used_mib, memory_split
 from greenroom.api.reports.snapshot import Snapshot
 from greenroom.api.reports.streams import SSE, EventFeed, Streams, refuse_head
-from greenroom.api.shell import Overview
 from greenroom.base.detached import run_detached
 from greenroom.base.names import public_name
 from greenroom.core.model import DeviceId
@@ -95,15 +95,15 @@ class Watching(Routes):
         Callers are told everything where there are no keys: a monitor could send none.
         """
         gateway, caller = self._gateway, caller_of(request)
-        if not gateway.config.server.metrics:
+        if not gateway.shell.config.server.metrics:
             raise NotFound("Metrics are off (server.metrics).")
-        known = (entry for entry in gateway.catalog if not entry.config.unlisted and caller.sees(entry.base_id))
+        known = (entry for entry in gateway.shell.catalog if not entry.config.unlisted and caller.sees(entry.base_id))
         seen = {public_name(entry.id) for entry in known}
         listed = None if asked_by_admin(request) or caller.tenant is None else seen
         async with self._rendering:
             now = gauges(gateway, self._uptime_s())
             body, content_type = await run_detached(
-                lambda: render(gateway.metrics, now, only_models=listed), "write metrics"
+                lambda: render(gateway.shell.metrics, now, only_models=listed), "write metrics"
             )
         return Response(body, headers={"content-type": content_type})
 
@@ -120,7 +120,7 @@ class Watching(Routes):
         refuse_head(request)
         # A browser that comes back sends both; the header is newer than the address it was given once.
         begin = after if last_event_id is None else last_event_id
-        hub = self._gateway.hub
+        hub = self._gateway.shell.hub
         return self._streams.answer(
             request, lambda: StateFeed(hub, self._live, begin) if state else EventFeed(hub, begin)
         )
@@ -130,7 +130,7 @@ class Watching(Routes):
         self, limit: Annotated[int, Query(ge=1, le=REQUESTS_SHOWN_MAX)] = 100, model: str | None = None
     ) -> views.RequestList:
         """Requests that run or ended lately, without `details`."""
-        entry = self._gateway.catalog.find(model) if model is not None else None
+        entry = self._gateway.shell.catalog.find(model) if model is not None else None
         records = self._gateway.activity.recent(limit, model if entry is None else entry.public_id)
         return views.RequestList(requests=[views.RequestView(**record.as_dict() | _BRIEF) for record in records])
 
@@ -148,7 +148,7 @@ class Watching(Routes):
         return views.RequestView(**shown)
 
     def _sees(self, caller: Caller, model: str) -> bool:
-        entry = self._gateway.catalog.find(model)
+        entry = self._gateway.shell.catalog.find(model)
         return caller.sees(model if entry is None else entry.base_id)
 
     @get(f"{API}/decisions", needs=Permission.READ)
@@ -160,11 +160,11 @@ class Watching(Routes):
         what: views.DecisionKind | None = None,
     ) -> views.DecisionList:
         """Recent decisions of the scheduler, and why; for one model also the evictions made for it."""
-        entry = self._gateway.catalog.find(model) if model is not None else None
+        entry = self._gateway.shell.catalog.find(model) if model is not None else None
         wanted = model if entry is None else public_name(entry.id)
         newest_first = (
             decision
-            for decision in reversed(self._gateway.observer.decisions)
+            for decision in reversed(self._gateway.shell.observer.decisions)
             if decision["seq"] > since
             and what in (None, decision["what"])
             and (wanted is None or wanted in (decision.get("model"), decision.get("for_model")))
@@ -174,8 +174,8 @@ class Watching(Routes):
 
 def gauges(gateway: Overview, uptime_s: float) -> Gauges:
     """Configured models always have values, zeros included; others only while they hold something."""
-    state = gateway.loop.scheduler.view
-    waiting: Counter[str] = Counter({public_name(entry.id): 0 for entry in gateway.catalog})
+    state = gateway.shell.loop.scheduler.view
+    waiting: Counter[str] = Counter({public_name(entry.id): 0 for entry in gateway.shell.catalog})
     in_flight = waiting.copy()
     waiting.update(public_name(caller.model) for caller in state.callers())
     # A lease has a slot too. Callers choose its id, which must not become a model's label.
@@ -194,15 +194,17 @@ def gauges(gateway: Overview, uptime_s: float) -> Gauges:
         green_room_size_mib=state.limits.green_room_mib,
         green_room_used_mib=green_room_used_mib(state),
         connections=gateway.edge.connections,
-        event_listeners=gateway.hub.listeners,
+        event_listeners=gateway.shell.hub.listeners,
         log_lines_lost=lost_lines(),
         uptime_s=uptime_s,
     )
 
 
 def _caches(gateway: Overview) -> dict[str, CacheCounts]:
-    state = gateway.loop.scheduler.view
-    shown = [(entry, cache_view(gateway.slots, state.slots_of(entry.id))) for entry in gateway.catalog.shown]
+    state = gateway.shell.loop.scheduler.view
+    shown = [
+        (entry, cache_view(gateway.shell.slots, state.slots_of(entry.id))) for entry in gateway.shell.catalog.shown
+    ]
     return {
         public_name(entry.id): (view.kv_used, view.prefix_queries, view.prefix_hits)
         for entry, view in shown
@@ -217,7 +219,7 @@ def _store(gateway: Overview) -> StoreFigures | None:
 
 def _leases(gateway: Overview) -> LeaseFigures:
     """Leases of programs, in whichever store. Devices always have a value, zero included."""
-    devices = gateway.loop.scheduler.view.ledger.devices
+    devices = gateway.shell.loop.scheduler.view.ledger.devices
     total: dict[str, float] = {str(device): 0 for device in devices}
     programs = [lease for lease in gateway.leasing.known() if lease.kind == "program"]
     held = [lease for lease in programs if lease.state == "held"]
@@ -237,11 +239,16 @@ def _memory_mib(state: SchedulerView, models: Iterable[SlotFacts]) -> dict[tuple
 
 
 def _gpus(gateway: Overview) -> dict[str, GpuFigures]:
-    parts, found = memory_split(gateway), {}
+    parts, found = memory_split(gateway.shell, gateway.memory_watch), {}
     for gpu in gateway.memory_watch.last.reading.gpus:
         of = parts[DeviceId(gpu.uuid)]
         split = {"weights": of.weights_mib, "kv": of.kv_mib, "other": of.other_mib}
-        figures = (gpu.total_mib, gpu_used_mib(gateway, gpu), gpu.utilisation, gpu.temperature_c)
+        figures = (
+            gpu.total_mib,
+            gpu_used_mib(gateway.shell, gateway.memory_watch, gpu),
+            gpu.utilisation,
+            gpu.temperature_c,
+        )
         found[gpu.uuid] = GpuFigures(*figures, gpu.index, split)
     return found
 

@@ -14,12 +14,18 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
+from greenroom.config.diff import Changes
+from greenroom.config.part import Apply, Part
+from greenroom.config.schema import Config
 from greenroom.config.sections.governance import Governance as Section
 from greenroom.config.sections.governance import Operation, Quorum
 from greenroom.errors import (
     AuditUnavailable,
+    ConfigError,
     GreenroomError,
     TokenBodyChanged,
     TokenBodyUnbound,
@@ -34,13 +40,19 @@ from greenroom.errors import (
 from greenroom.features.governance.audit import AuditLog
 from greenroom.features.governance.canonical_json import NotCanonical, sha256_of
 from greenroom.features.governance.keyset import KeySet, load_keys
-from greenroom.features.governance.nonces import Nonces
+from greenroom.features.governance.nonces import NonceJournal, Nonces
 from greenroom.features.governance.tokens import FIELD, HEADER, OpToken, Presented, read_token
+from greenroom.runtime.shell import Shell
+from greenroom.telemetry.logs import get_logger
 
 # A revision or a quantization of a repository in a pattern: branches, tags and commits are names of one another.
 _PART_OF_REPOSITORY: Final = re.compile(r"[@:].*|\[[^\]]*[@:].*", re.DOTALL)
 # Refusals that repeat within this time are written down as a number.
 FOLD_S: Final = 60.0
+FOLDER: Final = "governance"
+OFF: Final = Section()
+
+_log = get_logger("app")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +93,10 @@ class GovernedCall:
     """For the audit log: the request's id, its route, its key's name."""
 
 
-class GovernanceGate:
-    """`rules` are None while no tokens are needed."""
+class GovernanceGate(Part):
+    """`rules` are None while no tokens are needed; `section` says them at the start."""
+
+    writes = True
 
     def __init__(
         self,
@@ -90,15 +104,32 @@ class GovernanceGate:
         audit: AuditLog,
         clock: Callable[[], float] = time.time,
         fold_s: float = FOLD_S,
+        section: Section = OFF,
     ) -> None:
         self.rules: Rules | None = None
+        self._section = section
         self._make_nonces = make_nonces
         self._nonces: Nonces | None = None
         self._audit = audit
         self._refusals = Refusals(audit.append, fold_s)
         self._clock = clock
 
-    async def draft(self, section: Section) -> Rules | None:
+    async def open(self) -> None:
+        self._use(await self.read(self._section))
+
+    async def draft(self, new: Config, changes: Changes) -> Apply:
+        return partial(self._use, await self.read(new.governance))
+
+    def _use(self, rules: Rules | None) -> None:
+        self.rules = rules
+        if rules is None:
+            return
+        keys = ", ".join(f"{name} {id}" for name, id in rules.keys.ids.items())
+        _log.info("operations are signed", keys=keys, rules=len(rules.section.rules))
+        if problem := self._audit.problem:
+            _log.error("the audit log was changed; see `greenroom audit verify`", problem=problem)
+
+    async def read(self, section: Section) -> Rules | None:
         """The rules of a configuration, to be set as `rules`. Opens what they need. Raises ConfigError."""
         if not section.is_on:
             return None
@@ -109,11 +140,6 @@ class GovernanceGate:
             await nonces.open(self._clock())
             self._nonces = nonces
         return rules
-
-    @property
-    def audit_problem(self) -> str | None:
-        """What was wrong with the audit log when it was opened."""
-        return self._audit.problem
 
     async def permit(self, call: GovernedCall) -> None:
         """Use up the call's token. Raises TokenRefused, NoncesUnavailable or AuditUnavailable if it may not."""
@@ -166,6 +192,24 @@ class GovernanceGate:
         if self.rules is not None:
             for what in _lacking(self.rules.section, done, proven):
                 raise TokenTooFewSigners(what)
+
+
+def make_gate(shell: Shell) -> GovernanceGate:
+    """Opens and imports nothing of governance while the configuration needs no tokens."""
+    folder, section = shell.state_dir.path / FOLDER, shell.config.governance
+
+    def nonces() -> Nonces:
+        store = section.store or shell.config.leases.store
+        if store is None:
+            return NonceJournal(folder / "nonces", section.clock_skew_s, is_first=shell.state_dir.is_new)
+        try:
+            from greenroom.features.governance.shared_nonces import SharedNonces
+        except ImportError:
+            raise ConfigError("governance.store needs the client for Redis: pip install 'greenroom[redis]'") from None
+        return SharedNonces(store, section.clock_skew_s)
+
+    audit_path = folder / "audit.jsonl" if section.audit_path is None else Path(section.audit_path)
+    return GovernanceGate(nonces, AuditLog(audit_path), section=section)
 
 
 def _lacking(section: Section, done: tuple[Done, ...], proven: frozenset[str]) -> Iterator[str]:

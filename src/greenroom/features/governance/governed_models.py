@@ -16,7 +16,6 @@ from typing import Any, Final, TypeVar
 
 from greenroom.access.keys import Caller
 from greenroom.api.declared import NeededOperation
-from greenroom.api.shell import Shell
 from greenroom.base.detached import run_detached
 from greenroom.base.names import public_name
 from greenroom.config.hub import whisper_names, whisper_repository
@@ -32,6 +31,8 @@ from greenroom.library.orders import DownloadOrder, place_of, read_order
 from greenroom.library.records import LibraryRecord
 from greenroom.library.roots import Roots, is_below
 from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.resolver import Resolver
+from greenroom.runtime.shell import Shell
 from greenroom.serving.versioned import versioned_model
 
 LOOK_MAX_S: Final = 20.0
@@ -52,12 +53,14 @@ class GovernedModels:
     def __init__(
         self,
         shell: Shell,
+        resolver: Resolver,
         library: Library,
         downloads: Downloads,
         updates: Updates,
         users_of: Callable[[str], Awaitable[Sequence[Entry]]],
     ) -> None:
         self._shell = shell
+        self._resolver = resolver
         self._library = library
         self._downloads = downloads
         self._updates = updates
@@ -163,7 +166,7 @@ class GovernedModels:
             await self._refreshed(name)
         on_disk = [one for place in places if (one := library.find(place)) is not None]
         # The order that stands for a name may have chosen another file.
-        if ordered := [one for record in on_disk if (one := self._shell.resolver.ordered(record)) is not record]:
+        if ordered := [one for record in on_disk if (one := self._resolver.ordered(record)) is not record]:
             on_disk += ordered
             places += await self._looked(lambda: _on_disk([one.path for one in ordered], None, library.roots), name)
         if quantization is not None and (chosen := _chosen(on_disk, quantization, library.records)):

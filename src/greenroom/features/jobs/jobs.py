@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from greenroom.access.key_ring import KeyRing
 from greenroom.access.keys import Caller
-from greenroom.config.live import GatewayState
+from greenroom.config.part import Part
 from greenroom.core.events import Learned
 from greenroom.core.model import ModelId
 from greenroom.errors import (
@@ -45,7 +45,7 @@ from greenroom.runtime.operations.files import (
     disk_failed,
 )
 from greenroom.runtime.operations.table import OperationTable
-from greenroom.runtime.scheduler_loop import SchedulerLoop
+from greenroom.runtime.shell import Shell
 from greenroom.runtime.slots import LiveSlot
 from greenroom.serving import render
 from greenroom.serving.ask import Ask
@@ -126,26 +126,26 @@ class Job:
             self.exchange.leave()
 
 
-class Jobs:
+class Jobs(Part):
+    writes = True
+
     def __init__(
         self,
-        table: OperationTable,
+        shell: Shell,
         inference: Inference,
         edge: EdgeState,
         bodies: BodyBudget,
         keys: KeyRing,
-        gateway: GatewayState,
-        loop: SchedulerLoop,
         *,
         tidy_every_s: float = TIDY_EVERY_S,
     ) -> None:
-        self._table = table
+        self._table = shell.table
         self._inference = inference
         self._edge = edge
         self._bodies = bodies
         self._keys = keys
-        self._gateway = gateway
-        self._loop = loop
+        self._gateway = shell.live
+        self._loop = shell.loop
         self._tidy_every_s = tidy_every_s
         self._live: dict[str, Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -248,7 +248,7 @@ class Jobs:
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Go on with the jobs of earlier runs."""
         self.pump()
         self._later(self._tidy_every_s, self._tidy)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
 from itertools import islice
 from typing import Annotated, Any, Final, Literal
 
@@ -43,6 +42,7 @@ from greenroom.http.request import Head
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.serving import render
 from greenroom.serving.body.long_body import SHORT_BYTES
+from greenroom.serving.requests import Inference
 from greenroom.serving.routes import Route
 from greenroom.telemetry.logs import get_logger
 
@@ -128,14 +128,10 @@ def view(row: Operation, facts: JobFacts, *, to_operator: bool) -> JobView:
 class AsyncRequests:
     """Requests to models whose callers prefer the answer later."""
 
-    def __init__(
-        self, jobs: Jobs, bodies: BodyBudget, next_id: Callable[[], str], refused: Callable[[GreenroomError], None]
-    ) -> None:
-        """`refused` counts a request that was answered with an error."""
+    def __init__(self, jobs: Jobs, bodies: BodyBudget, inference: Inference) -> None:
         self._jobs = jobs
         self._bodies = bodies
-        self._next_id = next_id
-        self._refused = refused
+        self._inference = inference
         self._tasks: set[asyncio.Task[None]] = set()
 
     def handle(self, exchange: Exchange, route: Route, caller: Caller) -> None:
@@ -145,7 +141,7 @@ class AsyncRequests:
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, exchange: Exchange, route: Route, caller: Caller) -> None:
-        request_id = self._next_id()
+        request_id = self._inference.ids.next()
         # The body is kept until the job is on disk, even if the client leaves meanwhile.
         body, exchange.body = exchange.body, Body(self._bodies)
         try:
@@ -160,7 +156,7 @@ class AsyncRequests:
             status, content = 202, shown_job.model_dump_json().encode()
         except Exception as error:
             if isinstance(error, GreenroomError):
-                self._refused(error)
+                self._inference.refused(error)
             else:
                 _log.bug("job could not be taken", error, request=request_id)
             status, headers, content = render.response(error, request_id, to_operator=caller.admin)

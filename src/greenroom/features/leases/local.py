@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
+from greenroom.config.part import Part
 from greenroom.core.effects import Rejection
 from greenroom.core.events import LeaseAsked, LeaseGone
 from greenroom.core.model import DeviceId, LeaseId, Need, SlotId
@@ -37,6 +38,7 @@ from greenroom.features.leases.holders import Holders
 from greenroom.features.leases.journal import JournalWriter
 from greenroom.leases import records as holders
 from greenroom.leases.records import Lease, LeaseAsk, core_id
+from greenroom.runtime.moves.admission import AlwaysGranted
 from greenroom.runtime.observer import Hub
 from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.standstill import Standstill
@@ -52,10 +54,13 @@ LOST_MAX = 1_000
 HAND_OVER_MAX_S = 30.0
 
 
-class LocalLeasing:
+class LocalLeasing(Part):
     """The leases that this gateway keeps itself."""
 
     lists_slots = False
+    writes = True
+    sharing = None
+    grants = AlwaysGranted()
 
     def __init__(
         self,
@@ -361,7 +366,7 @@ class LocalLeasing:
 
     # --- start and end ----------------------------------------------------------------------------------------------
 
-    def restore(self) -> None:
+    def begin(self) -> None:
         """Enter the leases of an earlier run again, before anything else is planned. Those of dead holders are lost."""
         for kept in self._journal.open():
             entry = ask_again(kept, asyncio.get_running_loop().create_future(), lasts_s(kept, self._wall()))
@@ -372,6 +377,11 @@ class LocalLeasing:
             self._ask_scheduler(entry)
             if not entry.is_held:
                 self._lose(entry, "its memory could not be had again after a restart")
+
+    @property
+    def room(self) -> LocalLeasing:
+        """Takes the scheduler's decisions on leases."""
+        return self
 
     async def close(self) -> None:
         """Stop. Held leases are left to the next run."""

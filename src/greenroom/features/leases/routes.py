@@ -23,7 +23,6 @@ from starlette.requests import Request
 from greenroom.access.keys import Permission, cap, parse_priority
 from greenroom.api.asgi import caller_of
 from greenroom.api.declared import NEVER, NeededOperation, Routes, SignedCall, delete, get, post
-from greenroom.api.shell import Shell
 from greenroom.api.views import FromList, GovernedOrder, Order, Priority, View
 from greenroom.base.names import public_name
 from greenroom.config.kinds import MIB_MAX, SECONDS_MAX, Label
@@ -32,6 +31,7 @@ from greenroom.errors import BadRequest, GreenroomError, LeaseDenied, TooManyOfK
 from greenroom.features.leases.local import LEASES_MAX, LocalLeasing
 from greenroom.features.leases.sharing import SharedLeasing
 from greenroom.leases.records import PROGRAM_ID, PROGRAM_ID_MAX, Holder, Lease, LeaseAsk, holder_of
+from greenroom.runtime.shell import Shell
 
 # A process id has at most 22 bits; a start time counts hundredths of a second.
 _PID_MAX = 2**22

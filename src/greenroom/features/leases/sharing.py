@@ -18,8 +18,9 @@ from dataclasses import replace
 from typing import Final
 
 from greenroom.base.repeated import Repeated
+from greenroom.config.part import Part
 from greenroom.core.events import MemoryChanged
-from greenroom.core.model import DeviceId, DeviceKind, LeaseId, OtherLease
+from greenroom.core.model import DeviceId, DeviceKind, LeaseId, OtherLease, SlotId
 from greenroom.errors import LeaseDenied, LeaseUnknown, StoreDown
 from greenroom.features.leases.entry import LeasableMemory, devices_meant
 from greenroom.features.leases.holders import DeadHolders, Recalls
@@ -261,10 +262,11 @@ def _claim(lease: Lease | SlotAsk) -> dict[DeviceId, int]:
 ROOM_S = 10.0
 
 
-class SharedLeasing:
+class SharedLeasing(Part):
     """`room_for` waits until memory is really free and returns what is missing; `known` are all leases in the store,
     as they were last read."""
 
+    name = "the lease store"
     lists_slots = True
 
     def __init__(
@@ -276,12 +278,12 @@ class SharedLeasing:
         sharing: Sharing,
     ) -> None:
         self._memory = memory
-        self._sharing = sharing
+        self.sharing = sharing
         self._store = store
         self._wait_max_s = wait_max_s
 
     def known(self) -> Sequence[Lease]:
-        return self._sharing.leases
+        return self.sharing.leases
 
     async def acquire(self, ask: LeaseAsk, asker: str = "") -> Lease:
         devices, call = devices_meant(ask, self._memory.names), asker or secrets.token_hex(8)
@@ -325,5 +327,23 @@ class SharedLeasing:
             raise LeaseUnknown(f"There is no lease {id}. GET /api/v1/leases lists those there are.")
         return found[0]
 
+    @property
+    def room(self) -> MakingRoom:
+        """Takes the scheduler's decisions on leases."""
+        return self.sharing.room
+
+    @property
+    def grants(self) -> SharedSlots:
+        """Asked by moves before they take memory."""
+        return self.sharing.slots
+
+    def owners(self) -> dict[SlotId, int]:
+        """None: the holders' processes are known by the store alone."""
+        return {}
+
+    def begin(self) -> None:
+        """Wait for the store: memory that is leased there is in use."""
+        self.sharing.begin()
+
     async def close(self) -> None:
-        """Nothing to do: `Sharing` closes the store."""
+        await self.sharing.close()

@@ -18,8 +18,10 @@ from typing import Any, Final
 import msgspec
 
 from greenroom.base.detached import run_detached
+from greenroom.config.diff import Changes
 from greenroom.config.environment import hub_cache
-from greenroom.config.live import GatewayState
+from greenroom.config.part import Apply, Part
+from greenroom.config.schema import Config
 from greenroom.errors import BadRequest, OperationStoreFull, ShuttingDown
 from greenroom.library.download_locks import disown
 from greenroom.library.fetcher import (
@@ -37,7 +39,7 @@ from greenroom.library.library import Library
 from greenroom.library.orders import DownloadOrder, FetchPlace, OrderRules, expect_listed, place_of
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
-from greenroom.runtime.operations.table import OperationTable
+from greenroom.runtime.shell import Shell
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("downloads")
@@ -158,11 +160,11 @@ class LiveDownload:
         )
 
 
-class Downloads:
-    def __init__(self, table: OperationTable, library: Library, gateway: GatewayState) -> None:
-        self._table = table
-        self._library = library
-        self._gateway = gateway
+class Downloads(Part):
+    def __init__(self, shell: Shell, library: Library) -> None:
+        self._shell = shell
+        self._table = shell.table
+        self.library = library
         self._live: dict[str, LiveDownload] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -174,14 +176,15 @@ class Downloads:
     @property
     def rules(self) -> OrderRules:
         """What may be ordered now."""
-        config = self._gateway.config
+        config = self._shell.config
         return OrderRules.of(config.library.hosts, os.environ, exact_names=config.governance.is_on)
 
     async def submit(self, order: DownloadOrder, *, tenant: str, key: str, retry: bool = True) -> Operation:
         """Keep this order; it is carried out when its turn comes. Raises BadRequest if it has no place to go to.
         Without `retry` it does not go on after a restart; a later order does, with what it has fetched. Also raises
-        ShuttingDown, OperationsFull and OperationStoreFull."""
-        if self._gateway.is_draining:
+        ShuttingDown, OperationsFull and OperationStoreFull.
+        """
+        if self._shell.is_draining:
             raise ShuttingDown("The gateway is shutting down and takes no more downloads.")
         await self._place(order)
         row = await self._table.add(
@@ -200,7 +203,7 @@ class Downloads:
         return row
 
     async def _place(self, order: DownloadOrder) -> FetchPlace:
-        roots, cache = self._library.roots, hub_cache(os.environ)
+        roots, cache = self.library.roots, hub_cache(os.environ)
         return await run_detached(lambda: place_of(order, roots, cache), "look at a destination")
 
     async def cancel(self, id: str) -> Operation:
@@ -243,9 +246,12 @@ class Downloads:
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Go on with the downloads of earlier runs."""
         self.pump()
+
+    async def draft(self, new: Config, changes: Changes) -> Apply:
+        return self.pump
 
     async def close(self) -> None:
         """End the programs. The next start goes on where they were."""
@@ -261,10 +267,10 @@ class Downloads:
         self._next_end = asyncio.Event()
 
     def pump(self) -> None:
-        """Run the oldest that wait, as many as may run; share the bandwidth among all. Also after a reload."""
-        if self._is_closed or self._gateway.is_draining:
+        """Run the oldest that wait, as many as may run; share the bandwidth among all."""
+        if self._is_closed or self._shell.is_draining:
             return
-        room = self._gateway.config.library.downloads_max - len(self._live)
+        room = self._shell.config.library.downloads_max - len(self._live)
         waiting = [
             row
             for row in self._table
@@ -278,7 +284,7 @@ class Downloads:
                 live.process.set_rate(self._rate())
 
     def _rate(self) -> float | None:
-        mib_s = self._gateway.config.library.bandwidth_mib_s
+        mib_s = self._shell.config.library.bandwidth_mib_s
         return None if mib_s is None else mib_s * MIB / max(1, len(self._live))
 
     def _own(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -326,7 +332,7 @@ class Downloads:
             before = live.bytes
             end = await self._fetch(live, order, place)
             if isinstance(end, Done):
-                self._library.fetched(*fetched_files(order, live.plan, end))
+                self.library.fetched(*fetched_files(order, live.plan, end))
             if end is not None:
                 return end
             lost = 1 if live.bytes > before else lost + 1
@@ -378,7 +384,7 @@ class Downloads:
             if row is None or row.key != NO_KEY:
                 # A user has ordered it, even if an update fetched it before.
                 await run_detached(lambda: disown(fetched_paths(live.plan, done)), "keep what was ordered")
-            await self._library.refresh()
+            await self.library.refresh()
         except Exception as bug:
             _log.bug("the library did not look", bug)
 

@@ -20,7 +20,6 @@ from greenroom.access.keys import Permission
 from greenroom.api.asgi import asked_by_admin, caller_of, order_to_fetch
 from greenroom.api.declared import NEVER, NeededOperation, Routes, SignedCall, by_body, delete, get, post
 from greenroom.api.reports.snapshot import Snapshot
-from greenroom.api.shell import Shell
 from greenroom.api.views import ModelView
 from greenroom.base.names import public_name
 from greenroom.config.schema import Ability
@@ -35,7 +34,10 @@ from greenroom.library.library import Library
 from greenroom.library.orders import read_order
 from greenroom.library.records import LibraryRecord
 from greenroom.runtime.operations.files import Operation, OperationStatus
+from greenroom.runtime.resolver import Resolver
+from greenroom.runtime.shell import Shell
 from greenroom.serving import render
+from greenroom.serving.tasks import Tasks
 
 # Of Ollama, whose API this is like: some clients refuse an older one.
 API_VERSION: Final = "0.13.0"
@@ -72,6 +74,8 @@ class OllamaRoutes(Routes):
     def __init__(
         self,
         shell: Shell,
+        resolver: Resolver,
+        tasks: Tasks,
         library: Library,
         downloads: Downloads,
         routes: LibraryRoutes,
@@ -79,6 +83,8 @@ class OllamaRoutes(Routes):
         look: Callable[[], Snapshot],
     ) -> None:
         self._shell = shell
+        self._resolver = resolver
+        self._tasks = tasks
         self._library = library
         self._downloads = downloads
         self._routes = routes
@@ -96,9 +102,9 @@ class OllamaRoutes(Routes):
         sees = caller_of(request).sees
         listed = [entry for entry in self._shell.catalog.shown if not entry.config.unlisted and sees(entry.base_id)]
         models = [self._card(public_name(entry.id), entry.config.path, entry.engine.name) for entry in listed]
-        tasks = [task for task in self._shell.tasks.seen_by(sees) if not task.section.unlisted]
+        tasks = [task for task in self._tasks.seen_by(sees) if not task.section.unlisted]
         models += [self._card(task.name, None, "task") for task in tasks]
-        others = [one for one in self._shell.resolver.unasked if sees(one.id)]
+        others = [one for one in self._resolver.unasked if sees(one.id)]
         return JSONResponse({"models": [*models, *(self._card(one.id, one.path, one.kind.value) for one in others)]})
 
     @get("/api/ps", needs=Permission.ASK)
@@ -117,10 +123,10 @@ class OllamaRoutes(Routes):
         sees = caller_of(request).sees
         name = self._meant((await _read(request))[0], request)
         entry = self._shell.catalog.find(name)
-        if entry is None and (task := self._shell.tasks.find(name)) is not None:
+        if entry is None and (task := self._tasks.find(name)) is not None:
             candidates = (self._shell.catalog.find(one) for one in task.section.candidates)
             entry = next((one for one in candidates if one is not None and sees(one.base_id)), None)
-        record = self._shell.resolver.on_disk(name) if entry is None else self._record(entry.config.path)
+        record = self._resolver.on_disk(name) if entry is None else self._record(entry.config.path)
         if (entry is None or not sees(entry.base_id)) and (record is None or not sees(record.id)):
             raise ModelNotFound.named(name)
         abilities = (None if entry is None else entry.facts.abilities) or frozenset({Ability.CHAT})
@@ -162,8 +168,8 @@ class OllamaRoutes(Routes):
 
     def _meant(self, name: str, request: Request) -> str:
         """The name without a tag that only Ollama's lists have."""
-        caller, tasks = caller_of(request), self._shell.tasks
-        return untagged(name, lambda one: self._shell.resolver.is_seen(one, caller) or tasks.is_task(one, caller.sees))
+        caller, tasks = caller_of(request), self._tasks
+        return untagged(name, lambda one: self._resolver.is_seen(one, caller) or tasks.is_task(one, caller.sees))
 
     async def _told(self, request: Request, row: Operation) -> AsyncIterator[bytes]:
         """A line whenever more is there, until the download has ended; then how, in the words of an answer."""

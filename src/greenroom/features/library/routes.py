@@ -23,8 +23,8 @@ from greenroom.api import views
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, delete, get
 from greenroom.api.models.listing import MODELS, ModelPath
+from greenroom.api.overview import refuse_while_draining
 from greenroom.api.reports.snapshot import Snapshot
-from greenroom.api.shell import Shell, refuse_while_draining
 from greenroom.api.views import View
 from greenroom.base.detached import run_detached
 from greenroom.base.names import public_name
@@ -36,6 +36,7 @@ from greenroom.library.removal import paths_of, removed_paths
 from greenroom.library.roots import link_steps
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.moves.admission import files_of
+from greenroom.runtime.shell import Shell
 from greenroom.telemetry.history import ModelCounts
 from greenroom.telemetry.logs import get_logger
 

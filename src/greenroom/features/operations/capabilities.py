@@ -22,7 +22,6 @@ from greenroom.api.asgi import caller_of
 from greenroom.api.declared import Routes, get
 from greenroom.api.reports.memory import cache_view, gpu_used_mib, kv_mib
 from greenroom.api.reports.snapshot import Snapshot
-from greenroom.api.shell import Shell
 from greenroom.api.views import StatusWord, View
 from greenroom.config.sections.model import KEYS_OF_ENGINES, Ability
 from greenroom.core.model import ModelId
@@ -30,6 +29,9 @@ from greenroom.errors import ShuttingDown, StartingUp
 from greenroom.features.operations.loads import Loads
 from greenroom.library.records import LibraryRecord
 from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.memory.watch import MemoryWatch
+from greenroom.runtime.resolver import Resolver
+from greenroom.runtime.shell import Shell
 
 PATH: Final = "/v1/capabilities"
 KEPT_S: Final = 5.0
@@ -111,8 +113,12 @@ class Capabilities(View):
 
 
 class CapabilityRoutes(Routes):
-    def __init__(self, shell: Shell, loads: Loads, look: Callable[[], Snapshot]) -> None:
+    def __init__(
+        self, shell: Shell, resolver: Resolver, watch: MemoryWatch, loads: Loads, look: Callable[[], Snapshot]
+    ) -> None:
         self._shell = shell
+        self._resolver = resolver
+        self._watch = watch
         self._loads = loads
         self._look = look
         self._kept: dict[Caller, tuple[float, Capabilities]] = {}
@@ -150,7 +156,7 @@ class CapabilityRoutes(Routes):
         names = {entry.id: entry.shown_id(to_operator=is_told) for entry in listed}
         words = {entry.id: look.word(entry) for entry in listed}
         loaded = [entry for entry in listed if words[entry.id] is StatusWord.LOADED]
-        unasked = [record for record in shell.resolver.unasked if caller.sees(record.id)]
+        unasked = [record for record in self._resolver.unasked if caller.sees(record.id)]
         return Capabilities(
             runnerType=runner.type or f"greenroom-{greenroom.__version__}",
             runnerId=runner.id or socket.gethostname(),
@@ -195,8 +201,11 @@ class CapabilityRoutes(Routes):
     # --- figures ------------------------------------------------------------------------------------------------------
 
     def _resources(self, loaded: list[Entry]) -> Resources:
-        gpus = self._shell.memory_watch.last.reading.gpus
-        total, used = sum(gpu.total_mib for gpu in gpus), sum(gpu_used_mib(self._shell, gpu) for gpu in gpus)
+        gpus = self._watch.last.reading.gpus
+        total, used = (
+            sum(gpu.total_mib for gpu in gpus),
+            sum(gpu_used_mib(self._shell, self._watch, gpu) for gpu in gpus),
+        )
         told = [gpu.utilisation for gpu in gpus if gpu.utilisation is not None]
         size, share = self._kv_cache(loaded)
         return Resources(

@@ -19,9 +19,9 @@ from greenroom.access.keys import Permission
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, get, of_all, post
 from greenroom.api.models.listing import ModelPath, addressed
+from greenroom.api.overview import refuse_while_draining
 from greenroom.api.reports.snapshot import Snapshot
 from greenroom.api.reports.streams import PLAIN, LogFeed, Streams, plain_frame, refuse_head, shown_line
-from greenroom.api.shell import Shell, refuse_while_draining
 from greenroom.api.views import StatusWord
 from greenroom.errors import MethodNotAllowed, ModelNotFound, NotFound
 from greenroom.features.operations.load_routes import Force
@@ -31,6 +31,7 @@ from greenroom.features.operations.routes import ForceOrder, NoHistory, is_force
 from greenroom.process.logs import LogRing, Subscription
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.observer import Hub
+from greenroom.runtime.shell import Shell
 
 UNLOAD_ALL: Final = "/unload"
 UNLOAD: Final = "/api/models/unload"

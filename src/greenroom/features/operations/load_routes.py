@@ -19,7 +19,7 @@ from greenroom.access.keys import Permission
 from greenroom.api.asgi import caller_of, order_to_fetch, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, by_body, get, of_all, post
 from greenroom.api.models.listing import ModelPath, addressed, refuse_task
-from greenroom.api.shell import Shell, refuse_while_draining
+from greenroom.api.overview import refuse_while_draining
 from greenroom.api.views import GovernedOrder, View
 from greenroom.base.names import public_name
 from greenroom.config.kinds import COUNT_MAX, MIB_MAX
@@ -31,6 +31,9 @@ from greenroom.features.operations.moves import ComingVersions, expect_movable
 from greenroom.library.orders import DownloadOrder, OrderRules, read_order
 from greenroom.runtime.adhoc_model import ModelOptions, check_backend
 from greenroom.runtime.operations.files import Operation, OperationKind, OperationStatus
+from greenroom.runtime.resolver import Resolver
+from greenroom.runtime.shell import Shell
+from greenroom.serving.tasks import Tasks
 
 OPERATIONS: Final = "/api/v1/operations"
 LISTED_MAX: Final = 1_000
@@ -185,15 +188,17 @@ def load_of(name: str, evicted: tuple[str, ...] = (), quantization: str | None =
 
 
 class LoadRoutes(Routes):
-    def __init__(self, shell: Shell, loads: Loads) -> None:
+    def __init__(self, shell: Shell, resolver: Resolver, tasks: Tasks, loads: Loads) -> None:
         self._shell = shell
+        self._resolver = resolver
+        self._tasks = tasks
         self._loads = loads
 
     @post(ROUTE, needs=Permission.LOAD, signed=_load, status_code=202)
     async def start_load(self, request: Request, response: Response, asked: LoadAsked) -> LoadTaken:
         """Make a model ready. Returns at once; `GET /v1/models/load/{taskId}` tells how far it is."""
         refuse_while_draining(self._shell)
-        refuse_task(self._shell.tasks, self._shell.catalog, request, asked.name)
+        refuse_task(self._tasks, self._shell.catalog, request, asked.name)
         evict = () if asked.evictModel is None else (asked.evictModel,)
         taken = await begin(self._loads, request, asked.name, asked.options, evict, force=asked.force)
         response.headers["location"] = f"{ROUTE}/{taken.taskId}"
@@ -223,8 +228,8 @@ class LoadRoutes(Routes):
         """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
         refuse_while_draining(self._shell)
         shell = self._shell
-        refuse_task(shell.tasks, shell.catalog, request, asked.name)
-        entry = await shell.resolver.named(asked.name, asker=caller_of(request))
+        refuse_task(self._tasks, shell.catalog, request, asked.name)
+        entry = await self._resolver.named(asked.name, asker=caller_of(request))
         owner, force = owner_of(request), asked.force
         facts = await self._loads.unload(entry.id, asked.grace_s, name=asked.name, force=force, **owner)
         return UnloadView(modelId=asked.name, gpuMemoryFreedMB=facts.gpu_mib or 0, kvCacheFlushed=True)
@@ -292,8 +297,9 @@ class Pinning(Protocol):
 
 
 class PinRoutes(Routes):
-    def __init__(self, shell: Shell, pinning: Pinning, coming: ComingVersions) -> None:
+    def __init__(self, shell: Shell, tasks: Tasks, pinning: Pinning, coming: ComingVersions) -> None:
         self._shell = shell
+        self._tasks = tasks
         self._pinning = pinning
         self._coming = coming
 
@@ -303,7 +309,7 @@ class PinRoutes(Routes):
 
         It holds until the gateway restarts or the model is changed by a reload; `pinned` in the configuration stays.
         """
-        refuse_task(self._shell.tasks, self._shell.catalog, request, model_id)
+        refuse_task(self._tasks, self._shell.catalog, request, model_id)
         entry, pinned = addressed(self._shell.catalog, request), True
         if order is not None:
             pinned = order.pinned

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from greenroom.base.names import public_name
-from greenroom.config.live import GatewayState
+from greenroom.config.part import Part
 from greenroom.core.model import DeviceKind, ModelId, MoveKind
 from greenroom.errors import (
     BadRequest,
@@ -37,11 +37,8 @@ from greenroom.runtime.adhoc_model import ModelOptions, Order
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
-from greenroom.runtime.operations.table import OperationTable
 from greenroom.runtime.resolver import Asker, Resolver
-from greenroom.runtime.scheduler_loop import SchedulerLoop
-from greenroom.runtime.slots import LiveSlots
-from greenroom.runtime.workers.hosted_slots import HostedSlots
+from greenroom.runtime.shell import Shell
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("loads")
@@ -71,26 +68,16 @@ class LoadProgress:
 Steps = Callable[[], Coroutine[Any, Any, LoadFacts]]
 
 
-class Loads:
-    def __init__(
-        self,
-        table: OperationTable,
-        resolver: Resolver,
-        downloads: Downloads,
-        moves: OperatorMoves,
-        gateway: GatewayState,
-        loop: SchedulerLoop,
-        slots: LiveSlots,
-        hosted_slots: HostedSlots,
-    ) -> None:
-        self._table = table
+class Loads(Part):
+    def __init__(self, shell: Shell, resolver: Resolver, downloads: Downloads, moves: OperatorMoves) -> None:
+        self._table = shell.table
         self._resolver = resolver
         self._downloads = downloads
         self._moves = moves
-        self._gateway = gateway
-        self._loop = loop
-        self._slots = slots
-        self._hosted_slots = hosted_slots
+        self._shell = shell
+        self._loop = shell.loop
+        self._slots = shell.slots
+        self._hosted_slots = shell.hosted_slots
         # What those load that have not ended; their rows have the names that were asked for.
         self._models: dict[str, ModelId] = {}
         self._fetches: dict[str, str] = {}
@@ -197,7 +184,7 @@ class Loads:
         try:
             return await self._resolver.named(name, options, asker), None
         except ModelNotFound as missing:
-            if not self._gateway.config.library.download or not asker.sees(name):
+            if not self._shell.config.library.download or not asker.sees(name):
                 raise ModelNotFound(
                     f"{missing.message} It is not on disk; POST /v1/models/download fetches it, and library.download: "
                     "true lets a load do so.",

@@ -25,11 +25,11 @@ from greenroom.errors import (
     Unsupported,
     UpdateInProgress,
 )
-from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.loop import AsyncEffects
 from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.moves.mover import Mover
-from greenroom.runtime.scheduler_loop import SchedulerLoop
+from greenroom.runtime.shell import Shell
 
 
 class ComingVersions(Protocol):
@@ -53,14 +53,13 @@ class OperatorMoves:
         self,
         effects: AsyncEffects,
         mover: Mover,
-        loop: SchedulerLoop,
-        catalog: Catalog,
+        shell: Shell,
         memory: SlotMemory,
     ) -> None:
         self._effects = effects
         self._mover = mover
-        self._loop = loop
-        self._catalog = catalog
+        self._loop = shell.loop
+        self._catalog = shell.catalog
         self._memory = memory
         self._numbers = itertools.count(1)
 

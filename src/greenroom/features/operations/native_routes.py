@@ -18,12 +18,13 @@ from greenroom.api.asgi import asked_by_admin, caller_of
 from greenroom.api.declared import Routes, by_body, get, post
 from greenroom.api.models.listing import models_of_task
 from greenroom.api.reports.snapshot import Snapshot
-from greenroom.api.shell import Shell
 from greenroom.api.views import GovernedOrder
 from greenroom.config.schema import Ability
 from greenroom.errors import BadRequest, ModelNotFound
 from greenroom.features.operations.load_routes import LoadAsked, LoadRoutes, Name, UnloadAsked, load_of
 from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.shell import Shell
+from greenroom.serving.tasks import Tasks
 
 ModelQuery = Annotated[str | None, Query(description="The model; else server.default_model.")]
 
@@ -40,8 +41,9 @@ class NativeUnload(NativeOrder):
 class NativeRoutes(Routes):
     in_schema = False
 
-    def __init__(self, shell: Shell, loads: LoadRoutes, look: Callable[[], Snapshot]) -> None:
+    def __init__(self, shell: Shell, tasks: Tasks, loads: LoadRoutes, look: Callable[[], Snapshot]) -> None:
         self._shell = shell
+        self._tasks = tasks
         self._loads = loads
         self._look = look
 
@@ -91,7 +93,7 @@ class NativeRoutes(Routes):
         return self._look().model(entry, to_operator=asked_by_admin(request))
 
     def _refuse_task(self, request: Request, name: str, order: str) -> None:
-        if models := models_of_task(self._shell.tasks, self._shell.catalog, request, name):
+        if models := models_of_task(self._tasks, self._shell.catalog, request, name):
             ids = ", ".join(one.public_id for one in models)
             raise BadRequest(f"{name} is a task: say which of its models to {order} ({ids}).", param="model")
 
@@ -101,7 +103,7 @@ class NativeRoutes(Routes):
         if name is None:
             raise BadRequest("Say which model by ?model=: there is no server.default_model.", param="model")
         catalog = self._shell.catalog
-        entry = catalog.find(name) or next(iter(models_of_task(self._shell.tasks, catalog, request, name)), None)
+        entry = catalog.find(name) or next(iter(models_of_task(self._tasks, catalog, request, name)), None)
         if entry is None or not caller_of(request).sees(entry.base_id):
             raise ModelNotFound.named(name)
         return entry

@@ -22,6 +22,7 @@ from greenroom.api import views
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, by_path, get, name_in_path, of_all, post
 from greenroom.api.models.listing import ModelPath, addressed, refuse_task
+from greenroom.api.overview import refuse_while_draining
 from greenroom.api.reports.memory import kv_bytes
 from greenroom.api.reports.snapshot import Snapshot, tier_of
 from greenroom.api.reports.streams import (
@@ -34,7 +35,6 @@ from greenroom.api.reports.streams import (
     refuse_head,
     shown_line,
 )
-from greenroom.api.shell import Shell, refuse_while_draining
 from greenroom.api.views import FromList, GovernedOrder, View
 from greenroom.base.names import public_name
 from greenroom.config.diff import Changes
@@ -48,8 +48,11 @@ from greenroom.process.logs import LINES_MAX
 from greenroom.runtime.adhoc_model import NO_OPTIONS
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.prompt_slots import PromptCacheSlots
+from greenroom.runtime.resolver import Resolver
+from greenroom.runtime.shell import Shell
 from greenroom.runtime.slots import LiveSlot
 from greenroom.serving.prefix_cache import TAG_CHARS_MAX, PrefixSalts, check_tag, tenant_word
+from greenroom.serving.tasks import Tasks
 from greenroom.telemetry.logs import get_logger
 
 MODELS = "/api/v1/models"
@@ -116,6 +119,8 @@ class Operating(Routes):
     def __init__(
         self,
         shell: Shell,
+        resolver: Resolver,
+        tasks: Tasks,
         loads: Loads,
         moves: OperatorMoves,
         coming: ComingVersions,
@@ -124,6 +129,8 @@ class Operating(Routes):
         look: Callable[[], Snapshot],
     ) -> None:
         self._shell = shell
+        self._resolver = resolver
+        self._tasks = tasks
         self._loads = loads
         self._moves = moves
         self._coming = coming
@@ -153,7 +160,7 @@ class Operating(Routes):
         name = _shown(request, entry)
         if entry.id != name:
             # What the name means, not what was asked for last with options.
-            entry = await self._shell.resolver.named(name, asker=caller_of(request))
+            entry = await self._resolver.named(name, asker=caller_of(request))
         if not wait:
             refuse_while_draining(self._shell)
             response.status_code = 202
@@ -267,12 +274,12 @@ class Operating(Routes):
         return entry
 
     async def _entry(self, request: Request, model_id: str) -> Entry:
-        refuse_task(self._shell.tasks, self._shell.catalog, request, model_id)
+        refuse_task(self._tasks, self._shell.catalog, request, model_id)
         try:
             return addressed(self._shell.catalog, request)
         except ModelNotFound:
             # It may be on disk.
-            return await self._shell.resolver.named(name_in_path(request.scope), asker=caller_of(request))
+            return await self._resolver.named(name_in_path(request.scope), asker=caller_of(request))
 
     def _named(self, order: LoadOrder | None, caller: Caller) -> tuple[ModelId, ...]:
         """The models that an order names to be evicted. One that is not known yet need not be."""

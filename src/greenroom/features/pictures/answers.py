@@ -52,24 +52,19 @@ _answer: Final = msgspec.json.Decoder(_PicturesAnswer)
 _text: Final = msgspec.json.Decoder(str | None)
 
 
-@dataclass(frozen=True, slots=True)
-class PictureServices:
-    store: PictureStore
-    bodies: BodyBudget
-    gateway: GatewayState
-
-
 class PictureAnswers:
     """Makes answers with URLs, one at a time: each is in memory as a whole."""
 
-    def __init__(self, services: PictureServices) -> None:
-        self._services = services
-        self._turn = asyncio.Lock()
+    def __init__(self, store: PictureStore, bodies: BodyBudget, gateway: GatewayState) -> None:
+        self.store = store
+        self.bodies = bodies
+        self._gateway = gateway
+        self.turn = asyncio.Lock()
 
     def for_request(self, head: Head, tenant: str, model: str) -> UrlAnswer:
         """Raises BadRequest if neither the configuration nor the request tells how callers reach this server."""
-        base = self._services.gateway.config.server.public_url or _base_url(head)
-        return UrlAnswer(self._services, self._turn, base.rstrip("/"), tenant, model)
+        base = self._gateway.config.server.public_url or _base_url(head)
+        return UrlAnswer(self, base.rstrip("/"), tenant, model)
 
 
 def _base_url(head: Head) -> str:
@@ -83,9 +78,8 @@ def _base_url(head: Head) -> str:
 class UrlAnswer:
     """The answer of one request."""
 
-    def __init__(self, services: PictureServices, turn: asyncio.Lock, base: str, tenant: str, model: str) -> None:
-        self._services = services
-        self._turn = turn
+    def __init__(self, answers: PictureAnswers, base: str, tenant: str, model: str) -> None:
+        self._answers = answers
         self._base = base
         self._tenant = tenant
         self._model = model
@@ -93,16 +87,16 @@ class UrlAnswer:
     @property
     def bytes_max(self) -> int:
         """Base64 has four characters for three bytes."""
-        return min(ANSWER_BYTES_MAX, self._services.store.bytes_max * 4 // 3 + _BESIDE_BYTES)
+        return min(ANSWER_BYTES_MAX, self._answers.store.bytes_max * 4 // 3 + _BESIDE_BYTES)
 
     def body(self) -> Body:
-        return Body(self._services.bodies)
+        return Body(self._answers.bodies)
 
     async def remade(self, status: int, headers: Headers, body: Body) -> tuple[int, Headers, bytes]:
         """An engine's own error, and URLs of its own, are passed on as they are. Raises EngineFault for garbage. Also
         raises ResultTooLarge and PictureStoreFull."""
         try:
-            await self._turn.acquire()
+            await self._answers.turn.acquire()
         except asyncio.CancelledError:
             body.close()
             raise
@@ -112,7 +106,7 @@ class UrlAnswer:
         return status, headers, await asyncio.shield(work)
 
     def _end_turn(self, work: asyncio.Task[bytes]) -> None:
-        self._turn.release()
+        self._answers.turn.release()
         if not work.cancelled():
             # The caller that would have been told may be gone.
             work.exception()
@@ -125,7 +119,7 @@ class UrlAnswer:
         if status != 200:
             return whole
         found = await run_detached(lambda: _read(whole, self._model), "read pictures")
-        ids = await self._services.store.keep(self._tenant, found.pictures)
+        ids = await self._answers.store.keep(self._tenant, found.pictures)
         return found.with_urls([f"{self._base}{PICTURES}/{id}" for id in ids])
 
 

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from greenroom.base.detached import run_detached
+from greenroom.config.part import Part
 from greenroom.errors import PictureStoreFull, ResultTooLarge
 from greenroom.runtime.operations import files
 from greenroom.runtime.operations.files import RETRY_AFTER_S, OperationFiles
 from greenroom.runtime.operations.table import ROW_BYTES, KeepLimits
+from greenroom.runtime.shell import Shell
 
 Done = TypeVar("Done")
 
@@ -46,7 +48,14 @@ class _FirstLine:
     media_type: str
 
 
-class PictureStore:
+def make_pictures(shell: Shell) -> PictureStore:
+    files, live = OperationFiles(shell.state_dir.path / "pictures"), shell.live
+    return PictureStore(files, lambda: KeepLimits.of_pictures(live.config), shell.clock)
+
+
+class PictureStore(Part):
+    writes = True
+
     def __init__(self, stored: OperationFiles, limits: Callable[[], KeepLimits], clock: Callable[[], float]) -> None:
         self._files = stored
         self._limits = limits
@@ -60,7 +69,7 @@ class PictureStore:
         self._leaving: list[str] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    def open(self) -> None:
+    async def open(self) -> None:
         """Remove what an earlier run left. Blocks. Raises OSError."""
         self._files.read_rows()
 

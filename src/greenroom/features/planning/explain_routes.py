@@ -13,7 +13,6 @@ from pydantic import Field
 
 from greenroom.access.keys import Permission, parse_priority
 from greenroom.api.declared import NEVER, Routes, post
-from greenroom.api.shell import Shell
 from greenroom.api.views import ModelName, Order, Priority, Tier, View
 from greenroom.config.kinds import ID_CHARS_MAX, NAME_CHARS_MAX
 from greenroom.config.schema import Heartbeat
@@ -28,9 +27,11 @@ from greenroom.features.leases.routes import own_prefix
 from greenroom.features.leases.sharing import SharedLeasing
 from greenroom.leases.records import lease_names
 from greenroom.runtime.memory.devices import name_of, none_there
-from greenroom.runtime.resolver import OPERATOR
+from greenroom.runtime.memory.watch import MemoryWatch
+from greenroom.runtime.resolver import OPERATOR, Resolver
+from greenroom.runtime.shell import Shell
 from greenroom.serving.ask import Settings, arrival, smaller
-from greenroom.serving.tasks import Ladder
+from greenroom.serving.tasks import Ladder, Tasks
 from greenroom.telemetry.logs import get_logger
 
 # How the scheduler names slots of leases, and why one leaves.
@@ -144,17 +145,22 @@ _NOBODY = RequestId("explain")
 
 
 class Explaining(Routes):
-    def __init__(self, shell: Shell, leasing: LocalLeasing | SharedLeasing) -> None:
+    def __init__(
+        self, shell: Shell, resolver: Resolver, tasks: Tasks, watch: MemoryWatch, leasing: LocalLeasing | SharedLeasing
+    ) -> None:
         self._shell = shell
+        self._resolver = resolver
+        self._tasks = tasks
+        self._watch = watch
         self._leasing = leasing
 
     @post(PATH, needs=Permission.READ, signed=NEVER)
     async def explain(self, request: Request, ask: ExplainAsk) -> Explained:
         """What would happen if this request came now: is it served, what does it wait for, which models leave?"""
-        task, own = self._shell.tasks.find(ask.model), own_prefix(request)
+        task, own = self._tasks.find(ask.model), own_prefix(request)
         if task is not None:
-            return self._explain_task(ask, self._shell.tasks.ladder(task, OPERATOR.sees), own)
-        entry = await self._shell.resolver.named(ask.model)
+            return self._explain_task(ask, self._tasks.ladder(task, OPERATOR.sees), own)
+        entry = await self._resolver.named(ask.model)
         event = self._arrival(ask, (entry.id,), entry.spec.priority, ask.x_budget_s)
         scheduler = self._shell.loop.scheduler
         with naming_policy(scheduler, event):
@@ -199,13 +205,13 @@ class Explaining(Routes):
         return [_recalled(one, names) if one.model.startswith(LEASE_PREFIX) else one for one in evict]
 
     def _devices(self, swap: Swap) -> list[DeviceClaim]:
-        gpus = self._shell.memory_watch.last.reading.gpus
+        gpus = self._watch.last.reading.gpus
         held = [(device, mib) for device, mib in swap.claim.items() if mib > 0]
         return [DeviceClaim(id=device, name=name_of(device, gpus), mib=mib) for device, mib in held]
 
     def _no_device(self, model: ModelId) -> str:
         entry, there = self._shell.catalog.find(model), self._shell.loop.scheduler.view.ledger.devices
-        return "" if entry is None else none_there(entry, there, self._shell.memory_watch.last.reading.gpus)
+        return "" if entry is None else none_there(entry, there, self._watch.last.reading.gpus)
 
     def _arrival(
         self,

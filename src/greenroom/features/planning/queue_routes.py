@@ -14,7 +14,6 @@ from fastapi import Query, Request
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import caller_of
 from greenroom.api.declared import NEVER, Routes, delete, get
-from greenroom.api.shell import Shell
 from greenroom.api.views import ModelName, View
 from greenroom.core.explain import Wait
 from greenroom.core.model import ModelId, RequestId
@@ -22,7 +21,9 @@ from greenroom.core.view import WaitingCaller
 from greenroom.errors import Cancelled, NotFound
 from greenroom.features.planning.explain_routes import action_of, naming_policy, why_waits
 from greenroom.runtime.loop import Tickets
+from greenroom.runtime.shell import Shell
 from greenroom.serving.ask import Settings, arrival
+from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.logs import get_logger
 
 PATH: Final = "/api/v1/queue"
@@ -74,8 +75,9 @@ class CancelledView(View):
 
 
 class QueueRoutes(Routes):
-    def __init__(self, shell: Shell, tickets: Tickets) -> None:
+    def __init__(self, shell: Shell, activity: Activity, tickets: Tickets) -> None:
         self._shell = shell
+        self._activity = activity
         self._tickets = tickets
 
     @get(PATH, needs=Permission.READ)
@@ -95,7 +97,7 @@ class QueueRoutes(Routes):
     @delete("/api/v1/requests/{request_id}", needs=Permission.MANAGE, signed=NEVER)
     async def cancel_request(self, request: Request, request_id: str) -> CancelledView:
         """End a request: one that waits leaves the queue, a running answer is cut. Its caller gets 410 `cancelled`."""
-        record = self._shell.activity.get(request_id)
+        record = self._activity.get(request_id)
         if record is None or record.state == "done" or request_id not in self._tickets.open:
             raise NotFound(f"There is no request {request_id} that waits or is answered.")
         state: Literal["waiting", "serving"] = "waiting" if record.state == "waiting" else "serving"
@@ -126,7 +128,7 @@ class QueueRoutes(Routes):
         return {"plan": action_of(said.plan), "why": why, "behind": behind}
 
     def _row(self, caller: WaitingCaller, position: int, reasons: dict[ModelId, dict[str, object]]) -> QueuedRequest:
-        now, record = self._shell.clock(), self._shell.activity.get(caller.id)
+        now, record = self._shell.clock(), self._activity.get(caller.id)
         outlook = self._shell.loop.scheduler.view.outlook(RequestId(caller.id), now)
         eta_s = None if outlook is None else outlook.eta_s
         return QueuedRequest(

@@ -23,7 +23,6 @@ from pydantic import Field
 
 from greenroom.access.keys import Permission
 from greenroom.api.declared import NEVER, Routes, get, post
-from greenroom.api.shell import Shell
 from greenroom.api.views import FromList, Order, View
 from greenroom.base.detached import run_detached
 from greenroom.config.limits import POLICIES
@@ -31,7 +30,8 @@ from greenroom.core.model import Device, DeviceId, DeviceKind
 from greenroom.errors import BadRequest, Overload
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.record.recording import ACTIVITY_COLUMNS, activity_row
-from greenroom.telemetry.activity import Record
+from greenroom.runtime.shell import Shell
+from greenroom.telemetry.activity import Activity, Record
 
 PATH: Final = "/api/v1/simulate"
 CASES_MAX: Final = 12
@@ -105,8 +105,9 @@ class Simulated(View):
 
 
 class Simulating(Routes):
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self, shell: Shell, activity: Activity) -> None:
         self._shell = shell
+        self._activity = activity
         self._is_running = False
 
     @get(PATH, needs=Permission.READ)
@@ -171,7 +172,7 @@ class Simulating(Routes):
         """Recorded requests, in no order."""
         path = self._recording
         if path is None:
-            return [activity_row(record) for record in self._shell.activity.recent(10_000) if _is_answered(record)]
+            return [activity_row(record) for record in self._activity.recent(10_000) if _is_answered(record)]
         return await run_detached(lambda: _last_rows(path), "read recorded requests")
 
     def _gpus(self) -> list[Device]:

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from greenroom.access.keys import Caller, Permission
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, get, name_in_path, post
-from greenroom.api.shell import Shell
 from greenroom.api.views import GovernedOrder
 from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.config.marks import Described
@@ -23,6 +22,7 @@ from greenroom.features.versions.weights import WeightsRef
 from greenroom.library.orders import DownloadOrder, OrderRules, read_order
 from greenroom.library.records import Version, shown_as
 from greenroom.runtime.operations.files import Operation, OperationStatus
+from greenroom.runtime.shell import Shell
 from greenroom.serving.versioned import versioned_model
 
 NUMBER_MAX: Final = 2**53

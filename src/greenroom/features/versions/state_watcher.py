@@ -16,7 +16,10 @@ from typing import Final
 
 from greenroom.base.detached import run_detached
 from greenroom.base.repeated import Repeated
+from greenroom.config.diff import Changes
 from greenroom.config.live import GatewayState
+from greenroom.config.part import Apply, Part
+from greenroom.config.schema import Config
 from greenroom.errors import GreenroomError, UpdateInProgress
 from greenroom.features.versions.desired import DesiredState, read_state
 from greenroom.features.versions.store import NamedVersions
@@ -33,7 +36,7 @@ RETRY_S: Final = 2.0
 RETRY_MAX_S: Final = 120.0
 
 
-class DesiredStateWatcher:
+class DesiredStateWatcher(Part):
     def __init__(self, updates: Updates, gateway: GatewayState) -> None:
         self._updates = updates
         self._gateway = gateway
@@ -47,14 +50,14 @@ class DesiredStateWatcher:
         # True from the start until the file was read for the first time, and what it says was taken or could not be.
         self.is_catching_up = False
 
-    def start(self) -> None:
+    def begin(self) -> None:
         self.is_catching_up = self._gateway.config.versions.state_file is not None
         self._following.wake()
         self._following.start()
 
-    def reloaded(self) -> None:
+    async def draft(self, new: Config, changes: Changes) -> Apply:
         """The configuration may name another file."""
-        self._following.wake()
+        return self._following.wake
 
     async def close(self) -> None:
         await self._following.cancel()

@@ -9,13 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from greenroom.base.detached import run_detached
 from greenroom.base.plain_file import replace_file, sync_folder
+from greenroom.config.diff import Changes
+from greenroom.config.live import GatewayState
+from greenroom.config.part import Apply, Part
 from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
 from greenroom.library.records import Version
@@ -64,14 +70,23 @@ class _Stored(msgspec.Struct, frozen=True):
     format: int = 1
 
 
-class VersionStore:
-    def __init__(self, folder: Path) -> None:
+class VersionStore(Part):
+    def __init__(self, folder: Path, live: GatewayState) -> None:
         self._path = folder / FILE_NAME
+        self._live = live
         self._models: dict[str, NamedVersions] = {}
         # Written in threads, one at a time.
         self._writing = threading.Lock()
 
-    def open(self) -> None:
+    async def open(self) -> None:
+        self._read()
+        self._begin_versions(self._live.config)
+
+    async def draft(self, new: Config, changes: Changes) -> Apply:
+        await run_detached(partial(self._begin_versions, new), "write versions")
+        return await super().draft(new, changes)
+
+    def _read(self) -> None:
         """Read what an earlier run wrote. Blocks. Raises ConfigError: without it, what was promised is not known."""
         try:
             text = self._path.read_bytes()
@@ -105,13 +120,12 @@ class VersionStore:
                 sync_folder(self._path.parent)
             self._models = models
 
-
-def begin_versions(store: VersionStore, config: Config, now: float) -> None:
-    """Number the configured weights of models that were put under version control. Blocks. Raises OSError."""
-    roots = Roots(config.roots)
-    firsts = {
-        name: Version(1, model.versions.repo_id or model.path, _first_path(model.path, roots), since=round(now, 3))
-        for name, model in config.models.items()
-        if model.versions is not None and model.path is not None and store.of(name).current is None
-    }
-    store.put_all((name, NamedVersions(first)) for name, first in firsts.items())
+    def _begin_versions(self, config: Config) -> None:
+        """Number the configured weights of models that were put under version control. Blocks. Raises OSError."""
+        roots, now = Roots(config.roots), round(time.time(), 3)
+        firsts = {
+            name: Version(1, model.versions.repo_id or model.path, _first_path(model.path, roots), since=now)
+            for name, model in config.models.items()
+            if model.versions is not None and model.path is not None and self.of(name).current is None
+        }
+        self.put_all((name, NamedVersions(first)) for name, first in firsts.items())

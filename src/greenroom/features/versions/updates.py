@@ -16,7 +16,9 @@ import msgspec
 
 from greenroom.base.detached import SystemShort
 from greenroom.base.repeated import AGAIN_S
-from greenroom.config.schema import Model, ModelVersions
+from greenroom.config.diff import Changes
+from greenroom.config.part import Apply, Part
+from greenroom.config.schema import Config, Model, ModelVersions
 from greenroom.core.model import ModelId
 from greenroom.errors import (
     BadRequest,
@@ -29,13 +31,18 @@ from greenroom.errors import (
     ShuttingDown,
     UpdateInProgress,
 )
-from greenroom.features.versions.store import NamedVersions
-from greenroom.features.versions.version_changes import UpdateServices, VersionChanges
-from greenroom.features.versions.weights import TENANT, FoundWeights, WeightsRef
+from greenroom.features.library.downloads import Downloads
+from greenroom.features.operations.moves import OperatorMoves
+from greenroom.features.versions.store import NamedVersions, VersionStore
+from greenroom.features.versions.version_changes import VersionChanges
+from greenroom.features.versions.warm_up import WarmUp
+from greenroom.features.versions.weights import TENANT, FoundWeights, VersionWeights, WeightsRef
 from greenroom.library.records import Version
+from greenroom.runtime.known_models import KnownModels
+from greenroom.runtime.loop import Tickets
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
-from greenroom.runtime.operations.table import OperationTable
+from greenroom.runtime.shell import Shell
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("versions")
@@ -90,16 +97,25 @@ class _Running:
         self.facts = msgspec.structs.replace(self.facts, step=step)
 
 
-class Updates:
-    def __init__(self, table: OperationTable, services: UpdateServices) -> None:
-        self._table = table
-        self._services = services
+class Updates(Part):
+    def __init__(
+        self,
+        shell: Shell,
+        store: VersionStore,
+        models: KnownModels,
+        downloads: Downloads,
+        moves: OperatorMoves,
+        tickets: Tickets,
+    ) -> None:
+        self._shell = shell
+        self._table = shell.table
+        self._store = store
+        self._weights = VersionWeights(downloads)
         self._running: dict[str, _Running] = {}
         self._ending: dict[str, UpdateFacts] = {}
         self._errors: dict[str, OperationError] = {}
         self._desired: dict[str, UpdateFacts] = {}
-        self._changes = VersionChanges(services)
-        self.still_held = self._changes.still_held
+        self._changes = VersionChanges(shell, store, models, moves, WarmUp(tickets, shell.loop))
         # Paths that updates of a model fetched and of which none became a version yet.
         self._fetched: dict[str, set[str]] = {}
         # Models whose first version is being fetched, with the repository.
@@ -107,10 +123,10 @@ class Updates:
         # Locks or deletes weights. Updates begin when it has ended.
         self._using: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Fetch the first version of models that have none and name a repository. Also after a reload."""
+    def begin(self) -> None:
+        """Fetch the first version of models that have none and name a repository."""
         self._using = asyncio.get_running_loop().create_task(self._use_weights(self._using), name="use weights")
-        for name, model in self._services.gateway.config.models.items():
+        for name, model in self._shell.config.models.items():
             repo_id = None if model.versions is None else model.versions.repo_id
             if repo_id is None or self.of(name).current is not None:
                 continue
@@ -138,16 +154,19 @@ class Updates:
             except GreenroomError:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, FIRST_PAUSE_MAX_S)
-            model = self._services.gateway.config.models.get(name)
+            model = self._shell.config.models.get(name)
             wanted = None if model is None or model.versions is None else model.versions.repo_id
             if wanted != repo_id or self.of(name).current is not None:
                 return
+
+    async def draft(self, new: Config, changes: Changes) -> Apply:
+        return self.begin
 
     # --- asked --------------------------------------------------------------------------------------------------------
 
     def options(self, model: str) -> ModelVersions:
         """Raises BadRequest or ModelNotFound for one that is not under version control."""
-        found = self._services.gateway.config.models.get(model)
+        found = self._shell.config.models.get(model)
         if found is None:
             raise ModelNotFound.named(model)
         if found.versions is None:
@@ -155,23 +174,23 @@ class Updates:
         return found.versions
 
     def of(self, model: str) -> NamedVersions:
-        return self._services.store.of(model)
+        return self._store.of(model)
 
     def running(self, model: str) -> UpdateFacts | None:
         return None if (found := self._running.get(model)) is None else found.facts
 
     def kept_by(self, path: str) -> str | None:
         """The model of which this is a version that does not serve now, and is kept."""
-        models = self._services.gateway.config.models
+        models = self._shell.config.models
         return next((name for name in models for one in self.of(name).kept if one.path == path), None)
 
     async def are_used_elsewhere(self, path: str) -> bool:
         """Whether another gateway serves or keeps what lies there as a version, and this one does not."""
-        return await self._services.weights.are_used_elsewhere(path)
+        return await self._weights.are_used_elsewhere(path)
 
     def deleting(self, path: str, *, force: bool) -> contextlib.AbstractContextManager[None]:
         """Keep other gateways from using this. Blocks. Raises BlockingIOError if one does and not `force`."""
-        return self._services.weights.deleting(path, force=force)
+        return self._weights.deleting(path, force=force)
 
     def desired(self, model: str) -> UpdateFacts | None:
         """What the running or the last, failed update wants; None if that serves already."""
@@ -198,7 +217,7 @@ class Updates:
     async def submit(self, model: str, order: UpdateOrder, *, tenant: str, key: str) -> Operation:
         """Begin an update. Raises UpdateInProgress, ShuttingDown, BadRequest, or that the table has no room."""
         self.options(model)
-        if self._services.gateway.is_draining:
+        if self._shell.is_draining:
             raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
         await self._expect_rest(model)
         asked, owner = order.weights, {"tenant": tenant, "key": key}
@@ -292,13 +311,13 @@ class Updates:
         await asyncio.gather(*tasks, return_exceptions=True)
         # After the updates: one that is cancelled may have begun a move just now.
         await self._changes.close()
-        await self._services.weights.use_only(())
+        await self._weights.use_only(())
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
     async def _run(self, row: Operation, running: _Running, order: UpdateOrder) -> Version | GreenroomError:
         """What came of it, which is also in its row."""
-        model, began = row.model, self._services.loop.clock()
+        model, began = row.model, self._shell.loop.clock()
         try:
             with contextlib.suppress(OperationStoreFull):
                 await self._table.start(row.id)
@@ -311,7 +330,7 @@ class Updates:
             failure = GatewayBug(repr(bug))
             await self._failed(row, running, failure)
             return failure
-        took_s = self._services.loop.clock() - began
+        took_s = self._shell.loop.clock() - began
         facts = msgspec.structs.replace(
             running.facts, step="done", number=version.number, commit=version.commit, took_s=took_s
         )
@@ -344,7 +363,7 @@ class Updates:
             del self._ending[row.id]
 
     async def _updated(self, name: str, running: _Running, order: UpdateOrder) -> Version:
-        model = self._services.gateway.config.models.get(name)
+        model = self._shell.config.models.get(name)
         if model is None or model.versions is None:
             raise ModelNotFound.named(name)
         if self._using is not None and (await asyncio.wait((self._using,), timeout=USING_MAX_S))[1]:
@@ -369,7 +388,7 @@ class Updates:
     async def _found(self, model: Model, order: UpdateOrder, fetched: set[str]) -> FoundWeights:
         back = order.back_to
         if back is None:
-            return await self._services.weights.found(model, order.weights, fetched)
+            return await self._weights.found(model, order.weights, fetched)
         return FoundWeights(back.path, back.repo_id, back.commit, back.is_fetched)
 
     def _numbered(self, name: str, order: UpdateOrder, found: FoundWeights) -> Version:
@@ -393,17 +412,17 @@ class Updates:
         in_use = [one.path for one in self._known()]
         unused = {*self._fetched.pop(model, ()), *self.of(model).leaving}.difference(in_use)
         try:
-            weights, entries = self._services.weights, tuple(self._services.catalog)
+            weights, entries = self._weights, tuple(self._shell.catalog)
             later = await weights.remove_unused(unused, in_use, entries) if unused else []
             await self._changes.write(model, msgspec.structs.replace(self.of(model), leaving=tuple(later)))
-            await self._services.weights.use_only(self._known())
+            await self._weights.use_only(self._known())
         except Exception as error:
             # The update has ended as it has: files that stay are no part of that.
             _log.failed("weights were not deleted", error, model=model)
 
     def _known(self) -> list[Version]:
         """All versions of all models."""
-        models = map(self.of, self._services.gateway.config.models)
+        models = map(self.of, self._shell.config.models)
         return [one for known in models for one in (known.current, *known.kept, known.prepared) if one is not None]
 
     async def _use_weights(self, after: asyncio.Task[None] | None) -> None:
@@ -413,7 +432,7 @@ class Updates:
             with contextlib.suppress(Exception):
                 # Not by `asyncio.wait`: the end of the gateway cancels this task, and thereby the one before it.
                 await after
-        weights, config, is_busy = self._services.weights, self._services.gateway.config, bool(self._running)
+        weights, config, is_busy = self._weights, self._shell.config, bool(self._running)
         with contextlib.suppress(TimeoutError, SystemShort):
             # The disk of some other model may hang.
             async with asyncio.timeout(KEEP_MAX_S):

@@ -10,49 +10,34 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 
 from greenroom.base.detached import run_detached
-from greenroom.config.live import GatewayState
 from greenroom.config.schema import Model
 from greenroom.core.events import ConfigChanged, VersionPromoted
-from greenroom.core.model import ModelId, ModelSpec, MoveKind
+from greenroom.core.model import ModelId, MoveKind
 from greenroom.errors import BadRequest, GreenroomError, TooLarge, UnusableModel, WouldInterrupt
 from greenroom.features.operations.moves import OperatorMoves
 from greenroom.features.versions.store import NamedVersions, VersionStore
 from greenroom.features.versions.warm_up import WarmUp
-from greenroom.features.versions.weights import VersionWeights
 from greenroom.library.records import Version
-from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.known_models import KnownModels
 from greenroom.runtime.operations.files import disk_failed
-from greenroom.runtime.scheduler_loop import SchedulerLoop
-from greenroom.runtime.slots import LiveSlots
-from greenroom.runtime.workers.hosted_slots import HostedSlots
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateServices:
-    """`unchanging` is held while the configuration must stay as it is."""
-
-    gateway: GatewayState
-    catalog: Catalog
-    store: VersionStore
-    weights: VersionWeights
-    moves: OperatorMoves
-    warm_up: WarmUp
-    slots: LiveSlots
-    hosted_slots: HostedSlots
-    loop: SchedulerLoop
-    models: KnownModels
-    unchanging: asyncio.Lock
+from greenroom.runtime.shell import Shell
 
 
 class VersionChanges:
-    def __init__(self, services: UpdateServices) -> None:
-        self._services = services
+    def __init__(
+        self, shell: Shell, store: VersionStore, models: KnownModels, moves: OperatorMoves, warm_up: WarmUp
+    ) -> None:
+        self._shell = shell
+        self._store = store
+        self._models = models
+        self._moves = moves
+        self._warm_up = warm_up
         # The moves that bring old versions back, one for each model whose update failed while it was held.
         self._coming_back: set[asyncio.Task[None]] = set()
 
@@ -63,13 +48,13 @@ class VersionChanges:
         then."""
         assert model.versions is not None
         coming = await self._checked(name, model, version)
-        await self.write(name, msgspec.structs.replace(self._services.store.of(name), prepared=version))
+        await self.write(name, msgspec.structs.replace(self._store.of(name), prepared=version))
         told("loading")
         try:
             self._add(coming)
             await self._ready(coming, told, allow_gap)
             told("warming")
-            await self._services.warm_up(coming, model.versions)
+            await self._warm_up.ask(coming, model.versions)
             told("flipping")
             await self._promised(name, model, coming, version)
         except BaseException:
@@ -78,16 +63,10 @@ class VersionChanges:
         finally:
             self._release(name)
 
-    def still_held(self, spec: ModelSpec) -> ModelSpec:
-        """What a reload makes of a model that is held: it stays so, unless it has other processes now."""
-        record = self._services.loop.view.models.get(spec.id)
-        is_held = record is not None and record.spec.held and record.spec.revision == spec.revision
-        return replace(spec, held=True) if is_held else spec
-
     async def write(self, name: str, versions: NamedVersions) -> None:
         """Raises OperationStoreFull if the disk does not take it."""
         try:
-            await run_detached(lambda: self._services.store.put(name, versions), "write versions")
+            await run_detached(lambda: self._store.put(name, versions), "write versions")
         except OSError as error:
             raise disk_failed(error) from error
 
@@ -98,7 +77,7 @@ class VersionChanges:
 
     async def _checked(self, name: str, model: Model, version: Version) -> Entry:
         """The coming version, whose files its engine can use as far as they tell. Raises UnusableModel."""
-        catalog = self._services.catalog
+        catalog = self._shell.catalog
 
         def look() -> tuple[Entry, str | None]:
             if not os.path.exists(version.path):
@@ -112,15 +91,15 @@ class VersionChanges:
         return entry
 
     def _add(self, coming: Entry) -> None:
-        services, name = self._services, coming.spec.version_of
+        shell, name = self._shell, coming.spec.version_of
         assert name is not None
-        services.slots.coming(coming.id, name)
-        known = services.loop.view.learned().get(name)
-        services.models.add(coming, None if known is None else {coming.id: known})
+        shell.slots.coming(coming.id, name)
+        known = shell.loop.view.learned().get(name)
+        self._models.add(coming, None if known is None else {coming.id: known})
 
     async def _ready(self, coming: Entry, told: Callable[[str], None], allow_gap: bool) -> None:
         """Load it beside the old version, or in its place where both do not fit. Raises why it is not ready."""
-        moves = self._services.moves
+        moves = self._moves
         try:
             await moves.move(MoveKind.LOAD, coming.id)
             return
@@ -140,23 +119,23 @@ class VersionChanges:
         if not (coming.facts.can_sleep and coming.engine.hosted):
             return False
         try:
-            await self._services.moves.move(MoveKind.PREPARE, coming.id)
+            await self._moves.move(MoveKind.PREPARE, coming.id)
         except TooLarge:
             return False
         return True
 
     async def _hold(self, coming: Entry) -> None:
         """Let requests for the model wait and its answers end; then its slots leave. Raises WouldInterrupt."""
-        services, name = self._services, coming.spec.version_of
+        shell, name = self._shell, coming.spec.version_of
         assert name is not None
-        entry = services.catalog.find(name)
+        entry = shell.catalog.find(name)
         if entry is None or entry.config.versions is None:
             return
         limit_s = entry.config.versions.drain_s
-        services.loop.post(ConfigChanged(services.loop.clock(), models=(replace(entry.spec, held=True),)))
+        shell.loop.post(ConfigChanged(shell.clock(), models=(replace(entry.spec, held=True),)))
         try:
             async with asyncio.timeout(limit_s):
-                await services.loop.until(lambda: all(not slot.in_flight for slot in services.loop.view.slots_of(name)))
+                await shell.loop.until(lambda: all(not slot.in_flight for slot in shell.loop.view.slots_of(name)))
         except TimeoutError:
             raise WouldInterrupt(
                 f"Answers of {name} took longer than {limit_s:g} s (versions.drain_s), so that it could not leave for "
@@ -165,28 +144,28 @@ class VersionChanges:
 
     def _release(self, name: str) -> None:
         """The model is no longer held. What waits for it brings it back."""
-        services, record = self._services, self._services.loop.view.models.get(ModelId(name))
-        entry = services.catalog.find(name)
+        shell, record = self._shell, self._shell.loop.view.models.get(ModelId(name))
+        entry = shell.catalog.find(name)
         if record is not None and record.spec.held and entry is not None:
-            services.models.tell(entry)
+            self._models.tell(entry)
             # It was there before, so it comes back also if nothing waits for it now.
-            coming_back = services.moves.move(MoveKind.LOAD, ModelId(name))
+            coming_back = self._moves.move(MoveKind.LOAD, ModelId(name))
             task = asyncio.get_running_loop().create_task(_quietly(coming_back), name=f"bring {name} back")
             self._coming_back.add(task)
             task.add_done_callback(self._coming_back.discard)
 
     async def _promised(self, name: str, model: Model, coming: Entry, version: Version) -> None:
         """Write the version down, then let it take the name, in one step. Raises, and then nothing has changed."""
-        services = self._services
+        shell = self._shell
         assert model.versions is not None
-        async with services.unchanging:
-            now = services.catalog.find(coming.id)
-            if services.gateway.config.models.get(name) != model or now is None or now.spec.version_of is None:
+        async with self._shell.live.changing:
+            now = shell.catalog.find(coming.id)
+            if self._shell.config.models.get(name) != model or now is None or now.spec.version_of is None:
                 raise BadRequest(
                     f"The configuration of {name} was changed during its update. Ask again.", param="model"
                 )
             # A reload may have made it anew.
-            coming, after = now, services.store.of(name).promoted(version, model.versions.keep)
+            coming, after = now, self._store.of(name).promoted(version, model.versions.keep)
             writing = asyncio.ensure_future(self.write(name, after))
             try:
                 await asyncio.shield(writing)
@@ -200,20 +179,20 @@ class VersionChanges:
 
     def _flip(self, coming: Entry, model: Model, version: Version) -> None:
         """From here on the name means the new version; answers that were granted end on the old one."""
-        services = self._services
-        entry = services.catalog.promote(coming, model, version)
-        services.slots.promoted(entry, coming.id)
-        services.hosted_slots.promoted(entry, coming.id)
-        services.slots.ended(coming.id)
-        services.loop.post(VersionPromoted(services.loop.clock(), coming.id, entry.spec))
+        shell = self._shell
+        entry = shell.catalog.promote(coming, model, version)
+        shell.slots.promoted(entry, coming.id)
+        shell.hosted_slots.promoted(entry, coming.id)
+        shell.slots.ended(coming.id)
+        shell.loop.post(VersionPromoted(shell.clock(), coming.id, entry.spec))
 
     def _give_up(self, coming: Entry) -> None:
         """Take a version away that did not make it. Does nothing for one that was promoted."""
-        services = self._services
-        if (known := services.catalog.find(coming.id)) is None or known.spec.version_of is None:
+        shell = self._shell
+        if (known := shell.catalog.find(coming.id)) is None or known.spec.version_of is None:
             return
-        services.slots.ended(coming.id)
-        services.models.remove(coming.id)
+        shell.slots.ended(coming.id)
+        self._models.remove(coming.id)
 
 
 async def _quietly(work: Awaitable[None]) -> None:

@@ -31,7 +31,7 @@ class WarmUp:
         self._loop = loop
         self._numbers = itertools.count(1)
 
-    async def __call__(self, entry: Entry, asked: ModelVersions) -> None:
+    async def ask(self, entry: Entry, asked: ModelVersions) -> None:
         """Returns when this version has answered. Raises WarmUpFailed, or why it was not granted a slot."""
         request = _request(entry, asked)
         if request is None:

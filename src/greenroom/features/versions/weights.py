@@ -19,7 +19,6 @@ from greenroom.config.schema import Model
 from greenroom.errors import BadRequest, FetchFailed, GreenroomError, PathNotFound, UnusableModel, shown
 from greenroom.features.library.downloads import NO_KEY, DownloadFacts, Downloads
 from greenroom.library.download_locks import DownloadLocks, close_all, disown
-from greenroom.library.library import Library
 from greenroom.library.orders import read_order
 from greenroom.library.records import ENGINE_OF_KIND, BrokenModel, LibraryRecord, ModelKind, Version
 from greenroom.library.removal import removed_paths
@@ -55,8 +54,8 @@ class FoundWeights:
 
 
 class VersionWeights:
-    def __init__(self, library: Library, downloads: Downloads) -> None:
-        self._library = library
+    def __init__(self, downloads: Downloads) -> None:
+        self._library = library = downloads.library
         self._downloads = downloads
         self._marks = DownloadLocks(lambda: library.roots)
 

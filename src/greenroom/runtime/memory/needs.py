@@ -16,6 +16,7 @@ from typing import Final, Protocol
 from greenroom.base.detached import run_detached
 from greenroom.base.repeated import AGAIN_S, Repeated
 from greenroom.config.kinds import words
+from greenroom.config.part import Part
 from greenroom.config.schema import Model
 from greenroom.core.model import Claim, DeviceId, ModelId, Need
 from greenroom.engines.base import Engine, EngineFacts, equal_counts
@@ -94,8 +95,10 @@ class Account:
         return (guess.gpu_mib + guess.host_mib) / (self.measured.host_mib or 1) - 1
 
 
-class Needs:
+class Needs(Part):
     """`gpus` are all GPUs with the kind of each; without any, models run on the host."""
+
+    writes = True
 
     def __init__(self, book: MemoryNeedsStore | None = None, gpus: Mapping[DeviceId, str] | None = None) -> None:
         self.book = book if book is not None else MemoryNeedsStore(None, warn)

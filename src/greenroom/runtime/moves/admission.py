@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from greenroom.base.detached import run_detached
-from greenroom.config.schema import Config
+from greenroom.config.live import GatewayState
 from greenroom.core.model import Claim, DeviceId, ModelId, Move, SlotId, Tier
 from greenroom.core.view import SchedulerView
 from greenroom.errors import GreenroomError, OutsideRoots
@@ -306,12 +306,8 @@ def _read_through(descriptor: int, piece: FileRange) -> int:
 class ModelRoots:
     """The folders below which files of models must be."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
-
-    def use(self, config: Config) -> None:
-        """The configuration has changed."""
-        self._config = config
+    def __init__(self, live: GatewayState) -> None:
+        self._live = live
 
     async def check(self, entry: Entry) -> None:
         """Raises OutsideRoots if a file of this model is elsewhere."""
@@ -320,7 +316,7 @@ class ModelRoots:
 
     def _roots_of(self, entry: Entry) -> tuple[str, ...]:
         """Empty if its files may be anywhere."""
-        config = self._config
+        config = self._live.config
         configured = config.models.get(entry.base_id)
         # A version may be the configured one.
         is_configured = configured is not None and entry.config.path == configured.path

@@ -23,12 +23,11 @@ from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.moves.admission import MemoryGrants
 from greenroom.runtime.moves.load_errors import LAST_LINES, LostSlots
 from greenroom.runtime.moves.opening import SlotOpener, uninterrupted
-from greenroom.runtime.observer import Observer
-from greenroom.runtime.scheduler_loop import SchedulerLoop
-from greenroom.runtime.slots import LiveSlot, LiveSlots
+from greenroom.runtime.shell import Shell
+from greenroom.runtime.slots import LiveSlot
 from greenroom.runtime.standstill import running_timeout
 from greenroom.runtime.workers.control_link import Answer, OpFailed, WorkerLost, count, seconds
-from greenroom.runtime.workers.hosted_slots import HostedSlot, HostedSlots
+from greenroom.runtime.workers.hosted_slots import HostedSlot
 from greenroom.runtime.workers.worker import STOP_S, Worker
 
 FLUSH_MAX_S: Final = 10.0
@@ -51,17 +50,14 @@ class HostedMoves:
 
     def __init__(
         self,
-        table: HostedSlots,
-        slots: LiveSlots,
+        shell: Shell,
         opener: SlotOpener,
         memory: HostedMemory,
         admission: MemoryGrants,
         lost: LostSlots,
-        observer: Observer,
-        loop: SchedulerLoop,
     ) -> None:
-        self.table = table
-        self._slots = slots
+        self.table = shell.hosted_slots
+        self._slots = shell.slots
         self._opener = opener
         self._errors = opener.errors
         self._memory = memory
@@ -69,8 +65,8 @@ class HostedMoves:
         self._grants = admission.grants
         self._cleanup = admission.cleanup
         self._lost = lost
-        self._observer = observer
-        self._loop = loop
+        self._observer = shell.observer
+        self._loop = shell.loop
 
     # --- the moves --------------------------------------------------------------------------------------------------
 

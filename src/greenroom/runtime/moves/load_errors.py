@@ -22,8 +22,8 @@ from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.slot_memory import HostedMemory, SlotMemory
 from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.moves.admission import NoGrant
-from greenroom.runtime.observer import Observer
 from greenroom.runtime.scheduler_loop import SchedulerLoop
+from greenroom.runtime.shell import Shell
 from greenroom.runtime.workers.control_link import OpFailed
 from greenroom.runtime.workers.worker import Worker
 
@@ -68,11 +68,11 @@ class LoadErrors(dict[ModelId, GreenroomError]):
 class LostSlots:
     """Reports slots that were lost because their process ended without being asked to."""
 
-    def __init__(self, errors: LoadErrors, observer: Observer, watch: MemoryWatch, loop: SchedulerLoop) -> None:
+    def __init__(self, errors: LoadErrors, shell: Shell, watch: MemoryWatch) -> None:
         self._errors = errors
-        self._observer = observer
+        self._observer = shell.observer
         self._watch = watch
-        self._loop = loop
+        self._loop = shell.loop
 
     def report(self, entry: Entry, slot: SlotId, exit: Exit) -> None:
         """Log the loss of one slot."""

@@ -23,16 +23,14 @@ from greenroom.core.model import Claim, Move, MoveId, MoveKind, Outcome, SlotId
 from greenroom.engines.base import ConnectedEngine
 from greenroom.errors import EngineMissing, GreenroomError, LoadFailed, LoadOutOfMemory, StoreDown, UnusableModel
 from greenroom.http.remote import RemoteEndpoint, RemoteLimits, RemotePool
-from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.memory.slot_memory import SlotMemory
-from greenroom.runtime.memory.watch import MemoryWatch
+from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.memory.memory import Memory
 from greenroom.runtime.moves.admission import NoGrant
 from greenroom.runtime.moves.hosted_moves import HostedMoves, SeenMove
 from greenroom.runtime.moves.load_errors import LoadErrors
 from greenroom.runtime.moves.process_moves import ProcessMoves
-from greenroom.runtime.observer import Observer
 from greenroom.runtime.remote.spending import Spending
-from greenroom.runtime.scheduler_loop import SchedulerLoop
+from greenroom.runtime.shell import Shell
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.telemetry.logs import get_logger
 
@@ -48,25 +46,22 @@ class Mover:
 
     def __init__(
         self,
-        catalog: Catalog,
+        shell: Shell,
         processes: ProcessMoves,
         hosted: HostedMoves,
         remote: RemoteMoves,
-        memory: SlotMemory,
+        memory: Memory,
         failures: LoadErrors,
-        observer: Observer,
-        watch: MemoryWatch,
-        loop: SchedulerLoop,
     ) -> None:
-        self._catalog = catalog
+        self._catalog = shell.catalog
         self._processes = processes
         self._hosted = hosted
         self._remote = remote
-        self._memory = memory
+        self._memory = memory.slot_memory
         self.failures = failures
-        self._observer = observer
-        self._watch = watch
-        self._loop = loop
+        self._observer = shell.observer
+        self._watch = memory.watch
+        self._loop = shell.loop
         self._tasks: dict[MoveId, asyncio.Task[SeenMove]] = {}
         self._aborted: set[MoveId] = set()
 

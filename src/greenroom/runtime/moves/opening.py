@@ -14,12 +14,10 @@ from typing import Any
 from greenroom.core.model import Move
 from greenroom.errors import LoadFailed
 from greenroom.http.upstream import EngineAddress, Pool
-from greenroom.process.state_dir import StateDir
 from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.moves.admission import ModelRoots
 from greenroom.runtime.moves.load_errors import HostedErrors
-from greenroom.runtime.observer import Observer
-from greenroom.runtime.slots import LiveSlots
+from greenroom.runtime.shell import Shell
 from greenroom.runtime.workers.control_link import Answer, OpFailed, WorkerLost, count, seconds
 from greenroom.runtime.workers.hosted_slots import HostedSlot
 from greenroom.runtime.workers.pool import WorkerPool
@@ -28,18 +26,16 @@ from greenroom.runtime.workers.pool import WorkerPool
 class SlotOpener:
     def __init__(
         self,
-        slots: LiveSlots,
-        state_dir: StateDir,
+        shell: Shell,
         pool: WorkerPool,
-        observer: Observer,
         memory: HostedMemory,
         errors: HostedErrors,
         roots: ModelRoots,
     ) -> None:
-        self._slots = slots
-        self._state_dir = state_dir
+        self._slots = shell.slots
+        self._state_dir = shell.state_dir
         self._pool = pool
-        self._observer = observer
+        self._observer = shell.observer
         self._memory = memory
         self.errors = errors
         self._roots = roots

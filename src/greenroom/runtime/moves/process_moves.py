@@ -20,15 +20,15 @@ from greenroom.http.upstream import EngineAddress, Pool
 from greenroom.process.logs import START_LINES_MAX, StartLog, last_line, telling_line
 from greenroom.process.proc import PortRange, is_ours, listener_pids, oom_kills
 from greenroom.process.spawn import Child, Exit, spawn
-from greenroom.process.state_dir import StateDir
-from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.slot_memory import Held, SlotMemory
 from greenroom.runtime.moves.admission import MemoryGrants, ModelRoots
 from greenroom.runtime.moves.load_errors import LAST_LINES, LostSlots, evidence_of_no_memory, failed
 from greenroom.runtime.moves.opening import uninterrupted
 from greenroom.runtime.moves.starting import Starting
-from greenroom.runtime.slots import LiveSlot, LiveSlots
+from greenroom.runtime.shell import Shell
+from greenroom.runtime.slots import LiveSlot
 from greenroom.runtime.standstill import running_timeout
 from greenroom.telemetry.logs import get_logger
 
@@ -49,19 +49,17 @@ class PortTaken(LoadFailed):
 class ProcessMoves:
     def __init__(
         self,
-        catalog: Catalog,
-        slots: LiveSlots,
-        state_dir: StateDir,
+        shell: Shell,
         ports: PortRange,
         memory: SlotMemory,
         admission: MemoryGrants,
         lost: LostSlots,
         roots: ModelRoots,
     ) -> None:
-        self._catalog = catalog
-        self._slots = slots
-        self._run_dir = state_dir.run_dir
-        self._identity = state_dir.identity("")
+        self._catalog = shell.catalog
+        self._slots = shell.slots
+        self._run_dir = shell.state_dir.run_dir
+        self._identity = shell.state_dir.identity("")
         self._ports = ports
         self._memory = memory
         self._admission = admission

@@ -18,11 +18,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import msgspec
 
 from greenroom.base.detached import run_detached
+from greenroom.config.part import Part
+from greenroom.config.schema import Config
 from greenroom.errors import NotFound, OperationsFull, OperationStoreFull, ResultTooLarge, TooManyUnfinished
 from greenroom.runtime.observer import Hub
 from greenroom.runtime.operations import files
@@ -53,6 +55,8 @@ RESTARTED: Final = OperationError(
 )
 RESTARTED_OFTEN: Final = OperationError("restarted", f"The gateway ended {RUNS_MAX} times while this ran.")
 
+MIB: Final = 1024 * 1024
+
 About = TypeVar("About")
 Changed = TypeVar("Changed")
 
@@ -65,12 +69,22 @@ class KeepLimits:
     count_max: int
     bytes_max: int
 
+    @classmethod
+    def of_pictures(cls, config: Config) -> KeepLimits:
+        images = config.images
+        return KeepLimits(images.keep_s, images.count_max, images.store_mib * MIB)
+
 
 @dataclass(frozen=True, slots=True)
 class JobLimits(KeepLimits):
     """`unfinished_max` are jobs of one key or tenant that have not ended. They hold no larger share of the bytes."""
 
     unfinished_max: int
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        jobs = config.jobs
+        return cls(jobs.keep_s, jobs.count_max, jobs.store_mib * MIB, jobs.unfinished_max)
 
 
 class OperationEvents:
@@ -91,7 +105,7 @@ class OperationEvents:
         self._hub.publish(what, about | {"kind": row.kind.value, "error": error, "progress": progress})
 
 
-class OperationTable:
+class OperationTable(Part):
     def __init__(
         self,
         stored: OperationFiles,
@@ -119,7 +133,10 @@ class OperationTable:
         # Ended, but the disk did not take the row; tried again.
         self._unsaved: set[str] = set()
 
-    def open(self) -> None:
+    async def open(self) -> None:
+        self.read()
+
+    def read(self) -> None:
         """Read the rows of earlier runs, and settle what ran when the gateway died. Blocks. Raises OSError."""
         for row in self._files.read_rows():
             settled = self._after_restart(row)

@@ -18,6 +18,7 @@ from greenroom.base.detached import run_detached
 from greenroom.base.plain_file import read_plain, replace_file
 from greenroom.base.repeated import Repeated
 from greenroom.config.diff import NEW_SLOT_KEYS
+from greenroom.config.part import Part
 from greenroom.config.schema import Model
 from greenroom.core.events import Learned
 from greenroom.core.model import ModelId, MoveKind
@@ -53,8 +54,10 @@ def identity_of(model: Model) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-class LearnedTimes:
+class LearnedTimes(Part):
     """`entries` are the models there are now."""
+
+    writes = True
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class LearnedTimes:
             if entry.id in wanted and self._known[entry.id].identity == self._identity(entry)
         }
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Write from time to time."""
         self._writing.start()
 

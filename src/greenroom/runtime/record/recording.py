@@ -20,6 +20,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from greenroom.config.part import Part
 from greenroom.core import effects, events, model
 from greenroom.core.effects import Effects, OpOutcome, Reason, Rejection
 from greenroom.core.events import Event, Timer
@@ -50,12 +51,14 @@ WHOLE = "whole"
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
-class ActivityRecorder:
+class ActivityRecorder(Part):
+    writes = True
+
     def __init__(self, path: Path, *, bytes_max: int = ACTIVITY_BYTES_MAX) -> None:
         head = ",".join(ACTIVITY_COLUMNS)
         self._file: LineFile[Record] = LineFile(path, _row, head=head, bytes_max=bytes_max, rotates=True)
 
-    def open(self) -> None:
+    async def open(self) -> None:
         """Open the file; rows are added to an existing one. Raises OSError if it cannot be written."""
         self._file.open()
 
@@ -99,8 +102,10 @@ class Recording:
     incomplete: str | None = None
 
 
-class EventRecorder:
+class EventRecorder(Part):
     """Is given every event, and wraps the core's effects by `watching`."""
+
+    writes = True
 
     def __init__(self, path: Path, *, bytes_max: int = EVENTS_BYTES_MAX, waiting_max: int = WAITING_MAX) -> None:
         self._path = path
@@ -110,9 +115,11 @@ class EventRecorder:
         self._ended = False
         self._written = 0
 
-    def open(self) -> None:
-        """Begin a new recording; an earlier one becomes PATH.1. Raises OSError. An earlier one without events is
-        deleted, so that repeated failed starts do not push out the last real one."""
+    async def open(self) -> None:
+        """Begin a new recording; an earlier one becomes PATH.1. Raises OSError.
+
+        An earlier one without events is deleted, so that repeated failed starts do not push out the last real one.
+        """
         with contextlib.suppress(FileNotFoundError):
             if first_bytes(self._path, _HEAD, len(_FIRST)) == _FIRST:
                 set_aside(self._path, _HEAD)

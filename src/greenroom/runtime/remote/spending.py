@@ -24,6 +24,7 @@ import msgspec
 from greenroom.base.detached import run_detached
 from greenroom.base.plain_file import read_plain, replace_file
 from greenroom.base.repeated import AGAIN_S, Repeated
+from greenroom.config.part import Apply
 from greenroom.config.schema import Remote
 from greenroom.config.sections.remotes import TokenCost
 from greenroom.errors import RemoteBudgetSpent, RemoteSpendingUnknown
@@ -109,10 +110,11 @@ class Spending:
         """Read what earlier runs spent; no file means nothing. Blocks. Sets `problem` if the file cannot be read."""
         self._add(self._look())
 
-    async def look_again(self) -> None:
+    async def look_again(self) -> Apply:
         """Read the file if it could not be read before: an operator may have mended or removed it."""
-        if self.problem is not None:
-            self._add(await run_detached(self._look, "read spending"))
+        if self.problem is None:
+            return lambda: None
+        return partial(self._add, await run_detached(self._look, "read spending"))
 
     def _look(self) -> Days | str:
         """What the file says, or why it cannot be read."""
