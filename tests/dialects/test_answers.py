@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from greenroom.dialects.anthropic_answer import messages_translation
+from greenroom.dialects.anthropic.answers import messages_translation
 from greenroom.dialects.neutral import AnswerContext
-from greenroom.dialects.ollama_answer import chat_translation
-from greenroom.dialects.responses_answer import response_translation
+from greenroom.dialects.ollama.answers import chat_translation
+from greenroom.dialects.responses.answers import response_translation
 from greenroom.errors import BadRequest
 from tests.later import Later
 

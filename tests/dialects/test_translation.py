@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greenroom.dialects.anthropic_answer import messages_translation
+from greenroom.dialects.anthropic import ANTHROPIC
+from greenroom.dialects.anthropic.answers import messages_translation
 from greenroom.dialects.chat import ChatEvents, error_message
+from greenroom.dialects.llama_server.tokenize import tokenize_translation
 from greenroom.dialects.neutral import OBJECTS_MAX, AnswerContext, read
-from greenroom.dialects.ollama_answer import chat_translation, embed_translation, generate_translation
-from greenroom.dialects.responses_answer import response_translation
-from greenroom.dialects.shapes import Dialect
-from greenroom.dialects.tokenize import tokenize_translation
-from greenroom.dialects.translation import PassThrough
+from greenroom.dialects.ollama.answers import chat_translation, embed_translation, generate_translation
+from greenroom.dialects.responses import RESPONSES
+from greenroom.dialects.responses.answers import response_translation
+from greenroom.dialects.translation import pass_through
 from greenroom.errors import BadRequest, EngineFault
 from tests.later import Later
 
@@ -266,8 +267,8 @@ def test_tools_of_unknown_types_may_hold_anything(translate: Any, odd: dict[str,
     ],
 )
 def test_the_next_number_of_a_stream_that_passes_as_it_is(sent: bytes, number: int) -> None:
-    assert PassThrough(Dialect.RESPONSES, b"/v1/responses").next_number(sent) == number
-    assert PassThrough(Dialect.ANTHROPIC, b"/v1/messages").next_number(sent) == 0
+    assert pass_through(RESPONSES.errors, b"/v1/responses").next_number(sent) == number
+    assert pass_through(ANTHROPIC.errors, b"/v1/messages").next_number(sent) == 0
 
 
 def asked(translate: Any, **body: Any) -> dict[str, Any]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
-from greenroom.dialects import anthropic_answer, ollama_answer, responses_answer
+from greenroom.dialects.anthropic.answers import messages_translation
 from greenroom.dialects.neutral import AnswerContext, Fields
-from greenroom.dialects.translation import ChatTranslation
+from greenroom.dialects.ollama.answers import chat_translation
+from greenroom.dialects.responses.answers import response_translation
+from greenroom.dialects.translation import Translate
 from greenroom.errors import BadRequest
 from greenroom.serving.routes import MODEL_ROUTES
 from tests.docs.pages import section, text_of
@@ -21,11 +22,10 @@ PAGE = "docs/dialects.md"
 HELLO = [{"role": "user", "content": "hi"}]
 FRAME = AnswerContext("m", "1", 0.0)
 # How the fields below a heading are read, and a body to which they are added.
-Translate = Callable[[AnswerContext, bool], ChatTranslation]
 SECTIONS: dict[str, tuple[Translate, dict[str, Any]]] = {
-    "Anthropic": (anthropic_answer.messages_translation, {"max_tokens": 9, "messages": HELLO}),
-    "OpenAI Responses": (responses_answer.response_translation, {"input": "hi"}),
-    "Ollama": (ollama_answer.chat_translation, {"messages": HELLO}),
+    "Anthropic": (messages_translation, {"max_tokens": 9, "messages": HELLO}),
+    "OpenAI Responses": (response_translation, {"input": "hi"}),
+    "Ollama": (chat_translation, {"messages": HELLO}),
 }
 
 

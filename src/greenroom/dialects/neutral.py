@@ -185,6 +185,7 @@ class _Typed(msgspec.Struct):
 
 _typed: Final = msgspec.json.Decoder(_Typed)
 _tools: Final = msgspec.json.Decoder(list[Raw] | None)
+_whole: Final = msgspec.json.Decoder(int | None)
 
 
 def read_tools(fields: Fields) -> list[Raw]:
@@ -206,6 +207,14 @@ def _has_too_many_objects(raw: bytes) -> bool:
     return next(islice(_OBJECT.finditer(raw), OBJECTS_MAX, None), None) is not None
 
 
+def tokens_max(fields: Fields, name: str) -> int | None:
+    """The field that says how long an answer may be. Raises BadRequest."""
+    count: int | None = read(fields, name, _whole)
+    if count is not None and count < 1:
+        raise BadRequest(f"{name} is a number above 0.", param=name)
+    return count
+
+
 def refuse_fields(fields: Fields, names: tuple[str, ...], why: str) -> None:
     """Raises BadRequest if one of these fields says anything. null, false, and nothing in brackets say nothing."""
     for name in names:
@@ -225,6 +234,15 @@ def expect_choice(choice: str | NamedChoice | None, tools: tuple[Tool, ...]) -> 
             f"tool_choice names {choice.tool}, and tools has none of this name that models here can use.",
             param="tool_choice",
         )
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a call; an engine that was cut off may send half of them."""
+    try:
+        found = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        found = text
+    return found if isinstance(found, dict) else {"arguments": found}
 
 
 def is_object(raw: Raw) -> bool:

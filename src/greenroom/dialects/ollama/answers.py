@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
 from msgspec import Raw
 
-from greenroom.dialects.chat import TEXT_BYTES_MAX, error_message
-from greenroom.dialects.neutral import AnswerContext, Conversation, Delta, Fields, Tokens, ToolPiece
-from greenroom.dialects.ollama_request import (
+from greenroom.dialects.chat import TEXT_BYTES_MAX
+from greenroom.dialects.errors import ErrorShape
+from greenroom.dialects.heartbeat import StreamShape
+from greenroom.dialects.neutral import AnswerContext, Conversation, Delta, Fields, Tokens, ToolPiece, arguments_of
+from greenroom.dialects.ollama.requests import (
     embed_fields,
     embedding_fields,
     is_unload,
@@ -21,8 +22,7 @@ from greenroom.dialects.ollama_request import (
     read_chat,
     read_generate,
 )
-from greenroom.dialects.shapes import Dialect, engine_error
-from greenroom.dialects.translation import ANSWER_BYTES_MAX, ChatTranslation, nothing
+from greenroom.dialects.translation import ANSWER_BYTES_MAX, AnswerTranslator, Translation, nothing, to_chat
 from greenroom.errors import EngineFault
 
 LINES: Final = b"application/x-ndjson"
@@ -31,17 +31,36 @@ _NS_A_MS: Final = 1_000_000
 _encode: Final = msgspec.json.Encoder().encode
 
 
-def chat_translation(frame: AnswerContext, is_stream: bool) -> ChatTranslation:
+class OllamaErrors(ErrorShape):
+    def body(self, status: int, error: Mapping[str, Any], request_id: str) -> dict[str, Any]:
+        return {"error": error["message"]}
+
+    def event(self, body: bytes, number: int) -> bytes:
+        return body + b"\n"
+
+
+def _chat_line(model: str, stream_id: str, created: int) -> bytes:
+    return OllamaAnswer(AnswerContext(model, stream_id, created), is_chat=True).line("") + b"\n"
+
+
+def _generate_line(model: str, stream_id: str, created: int) -> bytes:
+    return OllamaAnswer(AnswerContext(model, stream_id, created), is_chat=False).line("") + b"\n"
+
+
+ERRORS: Final = OllamaErrors()
+CHAT: Final = StreamShape(_chat_line, has_comments=False)
+GENERATE: Final = StreamShape(_generate_line, has_comments=False)
+
+
+def chat_translation(frame: AnswerContext, is_stream: bool) -> Translation:
     return _translation(OllamaAnswer(frame, is_chat=True), read_chat, is_stream)
 
 
-def generate_translation(frame: AnswerContext, is_stream: bool) -> ChatTranslation:
+def generate_translation(frame: AnswerContext, is_stream: bool) -> Translation:
     return _translation(OllamaAnswer(frame, is_chat=False), read_generate, is_stream)
 
 
-def _translation(
-    answer: OllamaAnswer, read: Callable[[Fields], Conversation | None], is_stream: bool
-) -> ChatTranslation:
+def _translation(answer: OllamaAnswer, read: Callable[[Fields], Conversation | None], is_stream: bool) -> Translation:
     def read_or_load(fields: Fields) -> Conversation:
         asked = read(fields)
         if asked is None:
@@ -54,7 +73,7 @@ def _translation(
         return answer.end() if is_stream else answer.whole(Delta())
 
     writer = answer if is_stream else None
-    return ChatTranslation(Dialect.OLLAMA, read_or_load, answer.whole, writer, LINES, if_cold=unloaded)
+    return to_chat(ERRORS, read_or_load, answer.whole, writer, LINES, if_cold=unloaded)
 
 
 class OllamaAnswer:
@@ -76,10 +95,10 @@ class OllamaAnswer:
 
     def whole(self, answer: Delta) -> bytes:
         if self.loads is not None:
-            return self._line("", done=self.loads)
+            return self.line("", done=self.loads)
         reason = "length" if answer.reason == "length" else "stop"
         tokens = answer.tokens or Tokens()
-        return self._line(answer.text, answer.thought, list(answer.tools), done=reason, tokens=tokens)
+        return self.line(answer.text, answer.thought, list(answer.tools), done=reason, tokens=tokens)
 
     def piece(self, piece: Delta) -> bytes:
         if piece.tokens is not None:
@@ -90,14 +109,14 @@ class OllamaAnswer:
             self._note(tool)
         if self.loads is not None or not (piece.text or piece.thought):
             return b""
-        return self._line(piece.text, piece.thought) + b"\n"
+        return self.line(piece.text, piece.thought) + b"\n"
 
     def end(self) -> bytes:
         """The calls, which are whole now, and the figures."""
         if self.loads is not None:
-            return self._line("", done=self.loads) + b"\n"
-        calls = self._line("", tools=list(self._calls.values())) + b"\n" if self._calls else b""
-        return calls + self._line("", done=self._reason, tokens=self._tokens) + b"\n"
+            return self.line("", done=self.loads) + b"\n"
+        calls = self.line("", tools=list(self._calls.values())) + b"\n" if self._calls else b""
+        return calls + self.line("", done=self._reason, tokens=self._tokens) + b"\n"
 
     def _note(self, tool: ToolPiece) -> None:
         known = self._calls.get(tool.place)
@@ -105,7 +124,7 @@ class OllamaAnswer:
             tool = known._replace(arguments=known.arguments + tool.arguments, name=known.name or tool.name)
         self._calls[tool.place] = tool
 
-    def _line(
+    def line(
         self,
         text: str,
         thought: str = "",
@@ -127,15 +146,7 @@ class OllamaAnswer:
 
 
 def _call(tool: ToolPiece) -> dict[str, Any]:
-    return {"function": {"index": tool.place, "name": tool.name or "", "arguments": _arguments(tool.arguments)}}
-
-
-def _arguments(said: str) -> Any:
-    try:
-        found = msgspec.json.decode(said or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        return {"arguments": said}
-    return found if isinstance(found, dict) else {"arguments": found}
+    return {"function": {"index": tool.place, "name": tool.name or "", "arguments": arguments_of(tool.arguments)}}
 
 
 def _figures(tokens: Tokens) -> dict[str, int]:
@@ -176,25 +187,35 @@ _VECTOR: Final = re.compile(rb'"embedding"\s*:\s*\[')
 _PLACE: Final = Raw(b"[0]")
 
 
-def embed_translation(frame: AnswerContext, is_stream: bool) -> EmbeddingTranslation:
+def embed_translation(frame: AnswerContext, is_stream: bool) -> Translation:
     def write(vectors: list[Raw], tokens: int) -> dict[str, Any]:
-        return _embed(frame, vectors, tokens)
+        figures = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": tokens}
+        return {"model": frame.model, "embeddings": vectors, **figures}
 
-    return EmbeddingTranslation(embed_fields, write, lambda: LongVectors(write))
-
-
-def embeddings_translation(frame: AnswerContext, is_stream: bool) -> EmbeddingTranslation:
-    return EmbeddingTranslation(embedding_fields, lambda vectors, tokens: {"embedding": vectors[0]})
+    return _embeddings(embed_fields, write, lambda: LongVectors(write))
 
 
-def _embed(frame: AnswerContext, vectors: list[Raw], tokens: int) -> dict[str, Any]:
-    return {
-        "model": frame.model,
-        "embeddings": vectors,
-        "total_duration": 0,
-        "load_duration": 0,
-        "prompt_eval_count": tokens,
-    }
+def embeddings_translation(frame: AnswerContext, is_stream: bool) -> Translation:
+    return _embeddings(embedding_fields, lambda vectors, tokens: {"embedding": vectors[0]})
+
+
+def _embeddings(
+    request: Callable[[Fields], Fields],
+    write: Callable[[list[Raw], int], dict[str, Any]],
+    long: Callable[[], AnswerTranslator | None] = nothing,
+) -> Translation:
+    """To OpenAI's embeddings and back. Vectors stay the bytes that the engine sent."""
+
+    def answer(body: bytes) -> bytes:
+        read = _read_vectors(body)
+        vectors = [vector.embedding for vector in sorted(read.data, key=lambda vector: vector.index)]
+        if not vectors:
+            raise EngineFault("The engine answered no embedding.")
+        return _encode(write(vectors, (read.usage or _EmbeddingUsage()).prompt_tokens))
+
+    return Translation(
+        ERRORS, EMBEDDINGS_PATH, request, answer, stream_type=LINES, bytes_max=ANSWER_BYTES_MAX, long=long
+    )
 
 
 def _read_vectors(body: bytes) -> _Embeddings:
@@ -253,32 +274,3 @@ class LongVectors:
         """What is before the first vector, and behind the last one."""
         before, _, behind = _encode(self._write([_PLACE], tokens)).rpartition(bytes(_PLACE))
         return before, behind
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingTranslation:
-    """To OpenAI's embeddings and back. Vectors stay the bytes that the engine sent."""
-
-    request: Callable[[Fields], Fields]
-    write: Callable[[list[Raw], int], dict[str, Any]]
-    long: Callable[[], LongVectors | None] = nothing
-    dialect: Dialect = Dialect.OLLAMA
-    stream_type: bytes = LINES
-    path: bytes = EMBEDDINGS_PATH
-    bytes_max: int = ANSWER_BYTES_MAX
-
-    def stream(self) -> None:
-        return None
-
-    def next_number(self, sent: bytes) -> int:
-        return 0
-
-    def whole(self, status: int, body: bytes) -> bytes:
-        """Raises EngineFault if a good answer cannot be read."""
-        if status != 200:
-            return engine_error(self.dialect, status, error_message(body))
-        answer = _read_vectors(body)
-        vectors = [one.embedding for one in sorted(answer.data, key=lambda one: one.index)]
-        if not vectors:
-            raise EngineFault("The engine answered no embedding.")
-        return _encode(self.write(vectors, (answer.usage or _EmbeddingUsage()).prompt_tokens))

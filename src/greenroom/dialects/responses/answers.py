@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from greenroom.dialects.errors import ErrorShape
+from greenroom.dialects.heartbeat import StreamShape, comment
 from greenroom.dialects.neutral import AnswerContext, Conversation, Delta, Fields, Tokens, Tool, ToolPiece
-from greenroom.dialects.responses_request import read_response
-from greenroom.dialects.shapes import Dialect
-from greenroom.dialects.translation import ChatTranslation
+from greenroom.dialects.responses.requests import read_response
+from greenroom.dialects.translation import Translation, to_chat
 
 # Told back as they were sent.
 _ECHOED: Final[dict[str, Any]] = {
@@ -33,11 +35,34 @@ _DELTA: Final = (
     b'data: {"type":"response.%b.delta","sequence_number":%d,"item_id":"%b","output_index":%d,"content_index":0,'
     b'"delta":%b%b}\n\n'
 )
+# Of an event. Inside a string its quotes would be escaped.
+_NUMBER: Final = re.compile(rb'"sequence_number" ?: ?(\d{1,15})[,} \r\n]')
 
 
-def response_translation(frame: AnswerContext, is_stream: bool) -> ChatTranslation:
+class ResponsesErrors(ErrorShape):
+    def event(self, body: bytes, number: int) -> bytes:
+        error = msgspec.json.decode(body)["error"]
+        flat = {
+            "code": error.get("code") or error.get("type"),
+            "message": error["message"],
+            "param": error.get("param"),
+        }
+        event = {"type": "error", **flat, "sequence_number": number, "error": error}
+        return b"event: error\ndata: %b\n\n" % _encode(event)
+
+    def next_number(self, sent: bytes) -> int:
+        numbers = _NUMBER.findall(sent)
+        return int(numbers[-1]) + 1 if numbers else 0
+
+
+ERRORS: Final = ResponsesErrors()
+# Events are numbered from the first one on, so that none can be put before them.
+COMMENT: Final = StreamShape(lambda model, *_: comment(model, None, None))
+
+
+def response_translation(frame: AnswerContext, is_stream: bool) -> Translation:
     answer = ResponseAnswer(frame)
-    return ChatTranslation(Dialect.RESPONSES, answer.read, answer.whole, answer if is_stream else None)
+    return to_chat(ERRORS, answer.read, answer.whole, answer if is_stream else None)
 
 
 class _Open(NamedTuple):

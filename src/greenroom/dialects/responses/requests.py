@@ -33,6 +33,7 @@ from greenroom.dialects.neutral import (
     read,
     read_tools,
     refuse_fields,
+    tokens_max,
 )
 from greenroom.errors import BadRequest
 
@@ -105,7 +106,6 @@ _text_config: Final = msgspec.json.Decoder(_TextConfig | None)
 _reasoning: Final = msgspec.json.Decoder(_Reasoning | None)
 _text: Final = msgspec.json.Decoder(str | None)
 _flag: Final = msgspec.json.Decoder(bool | None)
-_whole: Final = msgspec.json.Decoder(int | None)
 _number: Final = msgspec.json.Decoder(int | float | None)
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -144,19 +144,12 @@ def read_response(fields: Fields) -> Conversation:
         tools=tools,
         tool_choice=choice,
         one_tool_at_once=read(fields, "parallel_tool_calls", _flag) is False,
-        tokens_max=_tokens_max(fields),
+        tokens_max=tokens_max(fields, "max_output_tokens"),
         sampling={name: value for name in _SAMPLING if (value := read(fields, name, _number)) is not None},
         schema=schema,
         any_json=any_json,
         effort=None if effort is None else effort.effort,
     )
-
-
-def _tokens_max(fields: Fields) -> int | None:
-    said: int | None = read(fields, "max_output_tokens", _whole)
-    if said is not None and said < 1:
-        raise BadRequest("max_output_tokens is a number above 0.", param="max_output_tokens")
-    return said
 
 
 def _format(fields: Fields) -> tuple[Raw | None, bool]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
 
-from greenroom.dialects.anthropic_request import read_messages, read_to_count
-from greenroom.dialects.neutral import AnswerContext, Delta, Tokens, ToolPiece
-from greenroom.dialects.shapes import Dialect
-from greenroom.dialects.translation import ChatTranslation
+from greenroom.dialects.anthropic.requests import read_messages, read_to_count
+from greenroom.dialects.errors import ErrorShape
+from greenroom.dialects.heartbeat import StreamShape
+from greenroom.dialects.neutral import AnswerContext, Delta, Tokens, ToolPiece, arguments_of
+from greenroom.dialects.translation import Translation, to_chat
 
 _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 _DELTA: Final = (
@@ -27,15 +29,39 @@ _DELTAS: Final[dict[str | int, tuple[bytes, bytes]]] = {
 }
 _ARGUMENTS: Final = (b"input_json_delta", b"partial_json")
 _encode: Final = msgspec.json.Encoder().encode
+_ERROR_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
 
 
-def messages_translation(frame: AnswerContext, is_stream: bool) -> ChatTranslation:
+class AnthropicErrors(ErrorShape):
+    def body(self, status: int, error: Mapping[str, Any], request_id: str) -> dict[str, Any]:
+        kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {**error, "type": kind}, "request_id": request_id or None}
+
+    def event(self, body: bytes, number: int) -> bytes:
+        return b"event: error\ndata: %b\n\n" % body
+
+
+ERRORS: Final = AnthropicErrors()
+PING: Final = StreamShape(lambda *_: b'event: ping\ndata: {"type":"ping"}\n\n')
+
+
+def messages_translation(frame: AnswerContext, is_stream: bool) -> Translation:
     writer = MessageWriter(frame)
-    return ChatTranslation(Dialect.ANTHROPIC, read_messages, writer.whole, writer if is_stream else None)
+    return to_chat(ERRORS, read_messages, writer.whole, writer if is_stream else None)
 
 
-def count_translation(frame: AnswerContext, is_stream: bool) -> ChatTranslation:
-    return ChatTranslation(Dialect.ANTHROPIC, read_to_count, count_body, None)
+def count_translation(frame: AnswerContext, is_stream: bool) -> Translation:
+    return to_chat(ERRORS, read_to_count, count_body, None)
 
 
 class MessageWriter:
@@ -80,7 +106,7 @@ class MessageWriter:
         if answer.text or not (answer.tools or answer.thought):
             content.append({"type": "text", "text": answer.text})
         for tool in answer.tools:
-            content.append({**_use(tool, self._frame), "input": _input(tool.arguments)})
+            content.append({**_use(tool, self._frame), "input": arguments_of(tool.arguments)})
         reason = _reason(answer.reason, answer.stop, has_calls=bool(answer.tools))
         return _encode(self._message(content, reason, answer.tokens or Tokens(), answer.stop))
 
@@ -199,15 +225,6 @@ def _event(kind: str, more: dict[str, Any]) -> bytes:
 
 def _use(tool: ToolPiece, frame: AnswerContext) -> dict[str, Any]:
     return {"type": "tool_use", "id": tool.id or f"toolu_{frame.id}_{tool.place}", "name": tool.name or ""}
-
-
-def _input(arguments: str) -> Any:
-    """The arguments as JSON; an engine that was cut off may send half of them."""
-    try:
-        found = msgspec.json.decode(arguments or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        return {"arguments": arguments}
-    return found if isinstance(found, dict) else {"arguments": found}
 
 
 def _reason(reason: str | None, stop: str | None, *, has_calls: bool) -> str:
