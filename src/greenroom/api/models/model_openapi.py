@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from greenroom import errors
 from greenroom.access import keys
 from greenroom.config.kinds import COUNT_MAX, SECONDS_MAX
 from greenroom.config.kinds import NAME_CHARS_MAX as TENANT_CHARS_MAX
@@ -16,38 +17,6 @@ from greenroom.config.schema import PRIORITY_NAMES, Heartbeat
 from greenroom.config.sections.engine_keys import WITH_PATH
 from greenroom.dialects.dialect import Route
 from greenroom.dialects.route_docs import RouteDoc, Schema, string, typed
-from greenroom.errors import (
-    BadRequest,
-    BodiesFull,
-    BodyTooLarge,
-    BudgetPassed,
-    EngineLost,
-    EngineTimeout,
-    ExpectationFailed,
-    GatewayBug,
-    GreenroomError,
-    HeadersTooLarge,
-    HostNotAllowed,
-    InvalidKey,
-    LoadFailed,
-    MediaRefused,
-    ModelLoading,
-    ModelNotFound,
-    NoAbility,
-    NotAllowed,
-    NotFound,
-    OperationsFull,
-    OperationStoreFull,
-    PictureStoreFull,
-    PostOnly,
-    QueueFull,
-    ShuttingDown,
-    TooLarge,
-    TooManyModels,
-    TooManyUnfinished,
-    TooSlow,
-    Unloaded,
-)
 from greenroom.serving.body.peek import CLIENT_ID_CHARS_MAX, NAME_CHARS_MAX
 from greenroom.serving.prefix_cache import TAG_CHARS_MAX
 from greenroom.serving.routes import GENERATE, MODEL_ROUTES
@@ -124,26 +93,17 @@ def _errors() -> Iterator[tuple[str, Schema]]:
     for status in sorted({error.status for error in _ERRORS}):
         codes = sorted({f"`{error.code}`" for error in _ERRORS if error.status == status})
         # Of a request that an engine refuses, that engine tells the reason.
-        schema = {"anyOf": [_ERROR, _ENGINE_ERROR]} if status == BadRequest.status else _ERROR
+        schema = {"anyOf": [_ERROR, _ENGINE_ERROR]} if status == errors.BadRequest.status else _ERROR
         yield str(status), {"description": ", ".join(codes), "content": {_JSON: {"schema": schema}}}
 
 
-_ERRORS: Final[tuple[type[GreenroomError], ...]] = (
-    *(BadRequest, MediaRefused, NoAbility, InvalidKey, NotAllowed, HostNotAllowed, NotFound, ModelNotFound, PostOnly),
-    *(TooSlow, BodyTooLarge, ExpectationFailed, HeadersTooLarge, GatewayBug, EngineLost, EngineTimeout, BudgetPassed),
-    *(
-        QueueFull,
-        BodiesFull,
-        TooManyModels,
-        OperationsFull,
-        TooManyUnfinished,
-        ModelLoading,
-        Unloaded,
-        ShuttingDown,
-        LoadFailed,
-        TooLarge,
-    ),
-    *(TooManyUnfinished, OperationStoreFull, PictureStoreFull),
+_ERRORS: Final[tuple[type[errors.GreenroomError], ...]] = (
+    *(errors.BadRequest, errors.BodiesFull, errors.BodyTooLarge, errors.BudgetPassed, errors.EngineLost),
+    *(errors.EngineTimeout, errors.ExpectationFailed, errors.GatewayBug, errors.HeadersTooLarge),
+    *(errors.HostNotAllowed, errors.InvalidKey, errors.LoadFailed, errors.MediaRefused, errors.ModelLoading),
+    *(errors.ModelNotFound, errors.NoAbility, errors.NotAllowed, errors.NotFound, errors.OperationsFull),
+    *(errors.OperationStoreFull, errors.PictureStoreFull, errors.PostOnly, errors.QueueFull, errors.ShuttingDown),
+    *(errors.TooLarge, errors.TooManyModels, errors.TooManyUnfinished, errors.TooSlow, errors.Unloaded),
 )
 
 
