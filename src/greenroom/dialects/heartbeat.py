@@ -19,7 +19,7 @@ _VALUE_CHARS_MAX: Final = 200
 class HeartbeatKind(enum.Enum):
     # A comment is not an event: clients that follow the standard never see it.
     COMMENT = "comment"
-    # An empty piece of an answer, for clients that time out unless events arrive.
+    # An event that adds nothing to the answer, for clients that time out unless events arrive.
     CHUNK = "chunk"
     OFF = "off"
 
@@ -70,21 +70,16 @@ def _on_one_line(value: str) -> str:
 # --- OpenAI's events, which engines write as well -------------------------------------------------------------------
 
 
-def _chat_event(model: str, stream_id: str, created: int) -> bytes:
-    return _choice("chat.completion.chunk", {"delta": {}}, model, stream_id, created)
+def _choices(kind: str, empty: dict[str, Any]) -> StreamShape:
+    def event(model: str, stream_id: str, created: int) -> bytes:
+        choice = {"index": 0, "finish_reason": None, **empty}
+        chunk = {"id": stream_id, "object": kind, "created": created, "model": model, "choices": [choice]}
+        # JSON escapes every line break, so that a model's name cannot end the event.
+        return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n".encode("ascii")
+
+    return StreamShape(event)
 
 
-def _text_event(model: str, stream_id: str, created: int) -> bytes:
-    return _choice("text_completion", {"text": ""}, model, stream_id, created)
-
-
-def _choice(kind: str, empty: dict[str, Any], model: str, stream_id: str, created: int) -> bytes:
-    choice = {"index": 0, "finish_reason": None, **empty}
-    event = {"id": stream_id, "object": kind, "created": created, "model": model, "choices": [choice]}
-    # JSON escapes every line break, so that a model's name cannot end the event.
-    return f"data: {json.dumps(event, separators=(',', ':'))}\n\n".encode("ascii")
-
-
-CHAT: Final = StreamShape(_chat_event)
-TEXT: Final = StreamShape(_text_event)
+CHAT: Final = _choices("chat.completion.chunk", {"delta": {}})
+TEXT: Final = _choices("text_completion", {"text": ""})
 TRANSCRIPT: Final = StreamShape(lambda *_: b'data: {"type":"transcript.text.delta","delta":""}\n\n')

@@ -1,4 +1,4 @@
-"""The small form between a dialect and OpenAI's chat: a conversation that is asked, and pieces of its answer.
+"""The small form between a dialect and OpenAI's chat: a conversation that is asked, and deltas of its answer.
 
 Owns the records alone. What a dialect can say and chat cannot is refused where it is read, by the field's name.
 """
@@ -40,7 +40,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What the model thought before it said something."""
+    """What the model wrote for itself before its answer."""
 
     text: str
 
@@ -123,9 +123,9 @@ class Tokens(NamedTuple):
     completion_ms: float = 0.0
 
 
-class ToolPiece(NamedTuple):
+class ToolDelta(NamedTuple):
     """Part of a call: the first has id and name, and each some of its arguments. `place` is which of
-    the calls it is; pieces of several calls may come mixed.
+    the calls it is; deltas of several calls may come mixed.
     """
 
     place: int
@@ -135,15 +135,15 @@ class ToolPiece(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """Some of an answer. A whole answer is one piece.
+    """Some of an answer. A whole answer is one delta.
 
     `reason` is why it ended: stop, length, tool_calls or content_filter. `stop` is the stop sequence that ended it,
     where the engine tells. `error` is the engine's, in a stream.
     """
 
     text: str = ""
-    thought: str = ""
-    tools: tuple[ToolPiece, ...] = ()
+    reasoning: str = ""
+    tools: tuple[ToolDelta, ...] = ()
     reason: str | None = None
     tokens: Tokens | None = None
     error: str | None = None

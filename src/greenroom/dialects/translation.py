@@ -30,12 +30,12 @@ class StreamWriter(Protocol):
     @property
     def number(self) -> int: ...
 
-    def piece(self, piece: Delta) -> bytes:
-        """Whole events for this piece of a stream, perhaps none."""
+    def write(self, delta: Delta) -> bytes:
+        """Whole events for this delta of a stream, perhaps none."""
         ...
 
     def end(self) -> bytes:
-        """The events after the last piece."""
+        """The events after the last delta."""
         ...
 
 
@@ -78,13 +78,13 @@ class StreamTranslator:
             return written
         return written + (self._writer.end() if self._events.is_whole else self._fail(_CUT_OFF))
 
-    def _write(self, pieces: list[Delta]) -> bytes:
+    def _write(self, deltas: list[Delta]) -> bytes:
         written = []
-        for piece in pieces:
-            if piece.error is not None:
-                written.append(self._fail(piece.error))
+        for delta in deltas:
+            if delta.error is not None:
+                written.append(self._fail(delta.error))
                 break
-            written.append(self._writer.piece(piece))
+            written.append(self._writer.write(delta))
         return b"".join(written)
 
     def _fail(self, why: str) -> bytes:

@@ -13,7 +13,7 @@ from msgspec import Raw
 from greenroom.dialects.chat import TEXT_BYTES_MAX
 from greenroom.dialects.errors import ErrorShape
 from greenroom.dialects.heartbeat import StreamShape
-from greenroom.dialects.neutral import AnswerContext, Conversation, Delta, Fields, Tokens, ToolPiece, arguments_of
+from greenroom.dialects.neutral import AnswerContext, Conversation, Delta, Fields, Tokens, ToolDelta, arguments_of
 from greenroom.dialects.ollama.requests import (
     embed_fields,
     embedding_fields,
@@ -39,25 +39,23 @@ class OllamaErrors(ErrorShape):
         return body + b"\n"
 
 
-def _chat_line(model: str, stream_id: str, created: int) -> bytes:
-    return OllamaAnswer(AnswerContext(model, stream_id, created), is_chat=True).line("") + b"\n"
-
-
-def _generate_line(model: str, stream_id: str, created: int) -> bytes:
-    return OllamaAnswer(AnswerContext(model, stream_id, created), is_chat=False).line("") + b"\n"
+def _lines(*, is_chat: bool) -> StreamShape:
+    return StreamShape(
+        lambda *context: OllamaAnswer(AnswerContext(*context), is_chat=is_chat).line("") + b"\n", has_comments=False
+    )
 
 
 ERRORS: Final = OllamaErrors()
-CHAT: Final = StreamShape(_chat_line, has_comments=False)
-GENERATE: Final = StreamShape(_generate_line, has_comments=False)
+CHAT: Final = _lines(is_chat=True)
+GENERATE: Final = _lines(is_chat=False)
 
 
-def chat_translation(frame: AnswerContext, is_stream: bool) -> Translation:
-    return _translation(OllamaAnswer(frame, is_chat=True), read_chat, is_stream)
+def chat_translation(context: AnswerContext, is_stream: bool) -> Translation:
+    return _translation(OllamaAnswer(context, is_chat=True), read_chat, is_stream)
 
 
-def generate_translation(frame: AnswerContext, is_stream: bool) -> Translation:
-    return _translation(OllamaAnswer(frame, is_chat=False), read_generate, is_stream)
+def generate_translation(context: AnswerContext, is_stream: bool) -> Translation:
+    return _translation(OllamaAnswer(context, is_chat=False), read_generate, is_stream)
 
 
 def _translation(answer: OllamaAnswer, read: Callable[[Fields], Conversation | None], is_stream: bool) -> Translation:
@@ -83,12 +81,12 @@ class OllamaAnswer:
     number: Final = 0
     __slots__ = ("_calls", "_created", "_is_chat", "_model", "_reason", "_tokens", "loads")
 
-    def __init__(self, frame: AnswerContext, *, is_chat: bool) -> None:
-        self._model = frame.model
-        self._created = _time(frame.created)
+    def __init__(self, context: AnswerContext, *, is_chat: bool) -> None:
+        self._model = context.model
+        self._created = _time(context.created)
         self._is_chat = is_chat
         # Calls whose arguments are still coming: they are sent as objects.
-        self._calls: dict[int, ToolPiece] = {}
+        self._calls: dict[int, ToolDelta] = {}
         self._reason = "stop"
         self._tokens = Tokens()
         self.loads: str | None = None
@@ -98,18 +96,18 @@ class OllamaAnswer:
             return self.line("", done=self.loads)
         reason = "length" if answer.reason == "length" else "stop"
         tokens = answer.tokens or Tokens()
-        return self.line(answer.text, answer.thought, list(answer.tools), done=reason, tokens=tokens)
+        return self.line(answer.text, answer.reasoning, list(answer.tools), done=reason, tokens=tokens)
 
-    def piece(self, piece: Delta) -> bytes:
-        if piece.tokens is not None:
-            self._tokens = piece.tokens
-        if piece.reason == "length":
+    def write(self, delta: Delta) -> bytes:
+        if delta.tokens is not None:
+            self._tokens = delta.tokens
+        if delta.reason == "length":
             self._reason = "length"
-        for tool in piece.tools:
+        for tool in delta.tools:
             self._note(tool)
-        if self.loads is not None or not (piece.text or piece.thought):
+        if self.loads is not None or not (delta.text or delta.reasoning):
             return b""
-        return self.line(piece.text, piece.thought) + b"\n"
+        return self.line(delta.text, delta.reasoning) + b"\n"
 
     def end(self) -> bytes:
         """The calls, which are whole now, and the figures."""
@@ -118,7 +116,7 @@ class OllamaAnswer:
         calls = self.line("", tools=list(self._calls.values())) + b"\n" if self._calls else b""
         return calls + self.line("", done=self._reason, tokens=self._tokens) + b"\n"
 
-    def _note(self, tool: ToolPiece) -> None:
+    def _note(self, tool: ToolDelta) -> None:
         known = self._calls.get(tool.place)
         if known is not None:
             tool = known._replace(arguments=known.arguments + tool.arguments, name=known.name or tool.name)
@@ -127,13 +125,13 @@ class OllamaAnswer:
     def line(
         self,
         text: str,
-        thought: str = "",
-        tools: list[ToolPiece] | None = None,
+        reasoning: str = "",
+        tools: list[ToolDelta] | None = None,
         done: str | None = None,
         tokens: Tokens | None = None,
     ) -> bytes:
         line: dict[str, Any] = {"model": self._model, "created_at": self._created}
-        beside: dict[str, Any] = {"thinking": thought} if thought else {}
+        beside: dict[str, Any] = {"thinking": reasoning} if reasoning else {}
         if not self._is_chat:
             line |= {"response": text, **beside}
         else:
@@ -145,7 +143,7 @@ class OllamaAnswer:
         return _encode(line if tokens is None else line | _figures(tokens))
 
 
-def _call(tool: ToolPiece) -> dict[str, Any]:
+def _call(tool: ToolDelta) -> dict[str, Any]:
     return {"function": {"index": tool.place, "name": tool.name or "", "arguments": arguments_of(tool.arguments)}}
 
 
@@ -187,15 +185,15 @@ _VECTOR: Final = re.compile(rb'"embedding"\s*:\s*\[')
 _PLACE: Final = Raw(b"[0]")
 
 
-def embed_translation(frame: AnswerContext, is_stream: bool) -> Translation:
+def embed_translation(context: AnswerContext, is_stream: bool) -> Translation:
     def write(vectors: list[Raw], tokens: int) -> dict[str, Any]:
         figures = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": tokens}
-        return {"model": frame.model, "embeddings": vectors, **figures}
+        return {"model": context.model, "embeddings": vectors, **figures}
 
     return _embeddings(embed_fields, write, lambda: LongVectors(write))
 
 
-def embeddings_translation(frame: AnswerContext, is_stream: bool) -> Translation:
+def embeddings_translation(context: AnswerContext, is_stream: bool) -> Translation:
     return _embeddings(embedding_fields, lambda vectors, tokens: {"embedding": vectors[0]})
 
 

@@ -193,7 +193,7 @@ def _turns(said: str | list[_Item] | None) -> Iterator[Turn]:
     if isinstance(said, str):
         yield Turn("user", (Text(said),))
         return
-    # What the assistant thought, said and called is one turn of chat.
+    # Reasoning, text and calls of the assistant is one turn of chat.
     assistant: list[Part] = []
     for item in said or ():
         role = _role(item)
@@ -238,8 +238,8 @@ def _parts(item: _Item) -> Iterator[Part]:
     elif item.type == "reasoning":
         # Encrypted reasoning can be read by OpenAI's servers alone.
         content = decoded(item.content, "input", _content)
-        thought = content if isinstance(content, list) and content else decoded(item.summary, "input", _summary)
-        if text := "\n".join(part.text for part in thought or () if part.text):
+        reasoning = content if isinstance(content, list) and content else decoded(item.summary, "input", _summary)
+        if text := "\n".join(part.text for part in reasoning or () if part.text):
             yield Reasoning(text)
     elif _is_call(item):
         yield _call(item)
