@@ -263,7 +263,7 @@ class LongVectors:
         except EngineFault as error:
             self.failure = self.failure or error.public
             return b""
-        places = [one.index for one in answer.data]
+        places = [vector.index for vector in answer.data]
         if not places or places != sorted(places):
             self.failure = "Its vectors are missing, or not in their order."
         return self._ends((answer.usage or _EmbeddingUsage()).prompt_tokens)[1]
