@@ -38,7 +38,7 @@ APART = {"workers": (), "trainer": ("features.versions.desired",)}
 # Lower, and yet not for these: what they are about does not need it.
 NEVER = {
     # Pure functions of bytes.
-    "dialects": {"config", "core"},
+    "dialects": {"core"},
     # A world of its own.
     "sim": {"dialects", "process", "http", "telemetry", "leases"},
     # A running gateway neither simulates nor imports; its commands do.

@@ -8,22 +8,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from greenroom.dialects.anthropic_answer import messages_translation
+from greenroom.dialects.anthropic.answers import messages_translation
 from greenroom.dialects.neutral import AnswerContext
-from greenroom.dialects.ollama_answer import chat_translation
-from greenroom.dialects.responses_answer import response_translation
+from greenroom.dialects.ollama.answers import chat_translation
+from greenroom.dialects.responses.answers import response_translation
 from greenroom.errors import BadRequest
 from tests.later import Later
 
 responses = Later("openai.types.responses")
 
-FRAME = AnswerContext("m", "abc", 1_700_000_000.0)
+CONTEXT = AnswerContext("m", "abc", 1_700_000_000.0)
 DIALECTS = [messages_translation, response_translation, chat_translation]
 
 
 def whole(translate: Any, choice: dict[str, Any], **more: Any) -> Any:
     answer = {"choices": [{"message": {"content": "hi"}, **choice}], **more}
-    return json.loads(translate(FRAME, False).whole(200, json.dumps(answer).encode()))
+    return json.loads(translate(CONTEXT, False).whole(200, json.dumps(answer).encode()))
 
 
 def event(delta: dict[str, Any], **choice: Any) -> bytes:
@@ -32,7 +32,7 @@ def event(delta: dict[str, Any], **choice: Any) -> bytes:
 
 def streamed(translate: Any, *events: bytes) -> list[Any]:
     """The events of a stream, or its lines."""
-    translator = translate(FRAME, True).stream()
+    translator = translate(CONTEXT, True).stream()
     out: bytes = b"".join([*map(translator.feed, events), translator.flush()])
     lines = out.decode().split("\n")
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith(("data: ", "{"))]
@@ -81,7 +81,7 @@ def test_an_option_that_is_not_whole_is_refused() -> None:
         fields = {"model": msgspec.Raw(b'"m"'), "messages": msgspec.Raw(b'[{"role": "user", "content": "x"}]')}
         fields["options"] = msgspec.Raw(json.dumps({"top_k": wrong}).encode())
         with pytest.raises(BadRequest, match="top_k is a whole number"):
-            chat_translation(FRAME, False).request(fields)
+            chat_translation(CONTEXT, False).request(fields)
 
 
 def is_error(told: Any) -> bool:
@@ -94,7 +94,7 @@ def test_a_stream_that_ends_early_ends_with_an_error(translate: Any) -> None:
     assert "half an ans" in json.dumps(told)
     assert [is_error(one) for one in told] == [False] * (len(told) - 1) + [True]
     assert "before its answer was whole" in json.dumps(told[-1])
-    translator = translate(FRAME, True).stream()
+    translator = translate(CONTEXT, True).stream()
     translator.feed(event({"content": "half an ans"}))
     assert translator.failure is None and translator.flush() and translator.failure is not None
     assert translator.flush() == b""
@@ -159,7 +159,7 @@ def test_blocks_of_a_message_never_mix(events: tuple[bytes, ...]) -> None:
 
 
 def test_calls_in_order_are_not_held_back() -> None:
-    translator = messages_translation(FRAME, True).stream()
+    translator = messages_translation(CONTEXT, True).stream()
     assert translator is not None
     first = b"".join(map(translator.feed, IN_ORDER[:3]))
     assert first.count(b"content_block_stop\n") == 1 and b'"so"' in first

@@ -11,19 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greenroom.dialects.anthropic_answer import messages_translation
+from greenroom.dialects.anthropic import ANTHROPIC
+from greenroom.dialects.anthropic.answers import messages_translation
 from greenroom.dialects.chat import ChatEvents, error_message
+from greenroom.dialects.llama_server.tokenize import tokenize_translation
 from greenroom.dialects.neutral import OBJECTS_MAX, AnswerContext, read
-from greenroom.dialects.ollama_answer import chat_translation, embed_translation, generate_translation
-from greenroom.dialects.responses_answer import response_translation
-from greenroom.dialects.shapes import Dialect
-from greenroom.dialects.tokenize import tokenize_translation
-from greenroom.dialects.translation import PassThrough
+from greenroom.dialects.ollama.answers import chat_translation, embed_translation, generate_translation
+from greenroom.dialects.responses import RESPONSES
+from greenroom.dialects.responses.answers import response_translation
+from greenroom.dialects.translation import pass_through
 from greenroom.errors import BadRequest, EngineFault
 from tests.later import Later
 
 anthropic, ollama = Later("anthropic.types"), Later("ollama")
-FRAME = AnswerContext("m", "abc", 1_700_000_000.0)
+CONTEXT = AnswerContext("m", "abc", 1_700_000_000.0)
 
 
 def event(delta: dict[str, Any], reason: str | None = None) -> bytes:
@@ -71,7 +72,7 @@ WHOLE = {
 
 
 def streamed(cuts: list[int], translate: Any = messages_translation) -> bytes:
-    translator, out, begin = translate(FRAME, True).stream(), b"", 0
+    translator, out, begin = translate(CONTEXT, True).stream(), b"", 0
     for cut in [*sorted(cut % (len(STREAM) + 1) for cut in cuts), len(STREAM)]:
         out += translator.feed(STREAM[begin:cut])
         begin = cut
@@ -84,7 +85,7 @@ def read_events(stream: bytes) -> list[Any]:
 
 @given(st.lists(st.integers(0, 2_000), max_size=12))
 def test_a_message_is_the_same_as_events_and_as_a_whole(cuts: list[int]) -> None:
-    whole = json.loads(messages_translation(FRAME, False).whole(200, json.dumps(WHOLE).encode()))
+    whole = json.loads(messages_translation(CONTEXT, False).whole(200, json.dumps(WHOLE).encode()))
     anthropic.Message.model_validate(whole)
     events = read_events(streamed(cuts))
     blocks: list[dict[str, Any]] = []
@@ -111,7 +112,7 @@ def test_a_message_is_the_same_as_events_and_as_a_whole(cuts: list[int]) -> None
     [b'data: {"error": {"message": "no memory"}}\n\n', b"data: {broken\n\n", b'data: {"choices": [{"delta": 7}]}\n\n'],
 )
 def test_an_engines_error_in_a_stream_is_its_last_event(said: bytes) -> None:
-    translator = messages_translation(FRAME, True).stream()
+    translator = messages_translation(CONTEXT, True).stream()
     assert translator is not None
     out = translator.feed(event({"content": "a"}) + said + event({"content": "b"})) + translator.feed(STREAM)
     out += translator.flush()
@@ -122,7 +123,7 @@ def test_an_engines_error_in_a_stream_is_its_last_event(said: bytes) -> None:
 def test_a_whole_answer_that_is_none_is_the_engines_fault() -> None:
     for body in (b"", b"[]", b'{"choices": []}', b'{"choices": [{"message": {"content": 7}}]}'):
         with pytest.raises(EngineFault):
-            messages_translation(FRAME, False).whole(200, body)
+            messages_translation(CONTEXT, False).whole(200, body)
 
 
 @pytest.mark.parametrize(
@@ -148,13 +149,13 @@ def test_an_event_without_end_is_not_held_for_ever() -> None:
 def test_nothing_to_embed_is_refused_before_an_engine_is_asked(sent: dict[str, Any]) -> None:
     fields = {name: msgspec.Raw(json.dumps(value).encode()) for name, value in {"model": "m", **sent}.items()}
     with pytest.raises(BadRequest) as refused:
-        embed_translation(FRAME, False).request(fields)
+        embed_translation(CONTEXT, False).request(fields)
     assert refused.value.param == "input"
 
 
 @given(st.lists(st.integers(0, 2_000), max_size=12))
 def test_lines_of_ollama_say_what_the_whole_says(cuts: list[int]) -> None:
-    whole = json.loads(chat_translation(FRAME, False).whole(200, json.dumps(WHOLE).encode()))
+    whole = json.loads(chat_translation(CONTEXT, False).whole(200, json.dumps(WHOLE).encode()))
     ollama.ChatResponse.model_validate(whole)
     lines = [json.loads(line) for line in streamed(cuts, chat_translation).splitlines()]
     assert "".join(line["message"]["content"] for line in lines) == whole["message"]["content"] == "héllo"
@@ -177,7 +178,7 @@ def test_results_of_tools_without_ids_go_to_the_calls_in_their_order() -> None:
         {"role": "tool", "content": "one too many"},
     ]
     raw = msgspec.Raw(json.dumps(said).encode())
-    fields = chat_translation(FRAME, False).request({"model": msgspec.Raw(b'"m"'), "messages": raw})
+    fields = chat_translation(CONTEXT, False).request({"model": msgspec.Raw(b'"m"'), "messages": raw})
     messages = json.loads(bytes(fields["messages"]))
     ids = [one["id"] for one in messages[0]["tool_calls"]]
     assert len(set(ids)) == 3
@@ -186,7 +187,7 @@ def test_results_of_tools_without_ids_go_to_the_calls_in_their_order() -> None:
 
 @given(st.lists(st.integers(0, 2_000), max_size=12))
 def test_a_response_is_the_same_as_events_and_as_a_whole(cuts: list[int]) -> None:
-    whole = json.loads(response_translation(FRAME, False).whole(200, json.dumps(WHOLE).encode()))
+    whole = json.loads(response_translation(CONTEXT, False).whole(200, json.dumps(WHOLE).encode()))
     assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call", "function_call"]
     events = read_events(streamed(cuts, response_translation))
     assert [one["sequence_number"] for one in events] == list(range(len(events)))
@@ -266,13 +267,13 @@ def test_tools_of_unknown_types_may_hold_anything(translate: Any, odd: dict[str,
     ],
 )
 def test_the_next_number_of_a_stream_that_passes_as_it_is(sent: bytes, number: int) -> None:
-    assert PassThrough(Dialect.RESPONSES, b"/v1/responses").next_number(sent) == number
-    assert PassThrough(Dialect.ANTHROPIC, b"/v1/messages").next_number(sent) == 0
+    assert pass_through(RESPONSES.errors, b"/v1/responses").next_number(sent) == number
+    assert pass_through(ANTHROPIC.errors, b"/v1/messages").next_number(sent) == 0
 
 
 def asked(translate: Any, **body: Any) -> dict[str, Any]:
     fields = {name: msgspec.Raw(json.dumps(value).encode()) for name, value in {"model": "m", **body}.items()}
-    return {name: json.loads(bytes(raw)) for name, raw in translate(FRAME, False).request(fields).items()}
+    return {name: json.loads(bytes(raw)) for name, raw in translate(CONTEXT, False).request(fields).items()}
 
 
 @pytest.mark.parametrize("one", [b"{}", b'{"a":1}', b'{ \n"a":1}'])

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
-from greenroom.dialects import anthropic_answer, ollama_answer, responses_answer
+from greenroom.dialects.anthropic.answers import messages_translation
 from greenroom.dialects.neutral import AnswerContext, Fields
-from greenroom.dialects.translation import ChatTranslation
+from greenroom.dialects.ollama.answers import chat_translation
+from greenroom.dialects.responses.answers import response_translation
+from greenroom.dialects.translation import Translate
 from greenroom.errors import BadRequest
 from greenroom.serving.routes import MODEL_ROUTES
 from tests.docs.pages import section, text_of
 
 PAGE = "docs/dialects.md"
 HELLO = [{"role": "user", "content": "hi"}]
-FRAME = AnswerContext("m", "1", 0.0)
+CONTEXT = AnswerContext("m", "1", 0.0)
 # How the fields below a heading are read, and a body to which they are added.
-Translate = Callable[[AnswerContext, bool], ChatTranslation]
 SECTIONS: dict[str, tuple[Translate, dict[str, Any]]] = {
-    "Anthropic": (anthropic_answer.messages_translation, {"max_tokens": 9, "messages": HELLO}),
-    "OpenAI Responses": (responses_answer.response_translation, {"input": "hi"}),
-    "Ollama": (ollama_answer.chat_translation, {"messages": HELLO}),
+    "Anthropic": (messages_translation, {"max_tokens": 9, "messages": HELLO}),
+    "OpenAI Responses": (response_translation, {"input": "hi"}),
+    "Ollama": (chat_translation, {"messages": HELLO}),
 }
 
 
@@ -46,13 +46,13 @@ def test_a_field_becomes_what_the_page_says(name: str, sent: str, gets: str, ref
     fields = fields_of({"model": "m", **body, **json.loads(sent)})
     if refused:
         with pytest.raises(BadRequest) as caught:
-            translate(FRAME, False).request(fields)
+            translate(CONTEXT, False).request(fields)
         assert caught.value.param in json.loads(sent)
         return
-    made = {key: json.loads(bytes(raw)) for key, raw in translate(FRAME, False).request(fields).items()}
+    made = {key: json.loads(bytes(raw)) for key, raw in translate(CONTEXT, False).request(fields).items()}
     wanted = json.loads(gets)
     assert {key: made.get(key) for key in wanted} == wanted
-    plain = set(translate(FRAME, False).request(fields_of({"model": "m", **body})))
+    plain = set(translate(CONTEXT, False).request(fields_of({"model": "m", **body})))
     beside = {"tools", "tool_choice"} if "tools" in json.loads(sent) else set()
     assert set(made) - plain - beside - set(wanted) == set(), "nothing else is sent"
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from greenroom.access.keys import parse_priority
+from greenroom.dialects.dialect import READ_BYTES_MAX
+from greenroom.dialects.openai.requests import CHAT
 from greenroom.errors import BadRequest
-from greenroom.serving.body.body_check import CHAT, READ_BYTES_MAX
 from greenroom.serving.body.peek import FIELDS_MAX, ask_for_usage, join, peek, tokens_asked
 
 # Another process may hold the machine for a while: that says nothing about the code.

@@ -17,7 +17,8 @@ from greenroom.access.keys import ANYONE, BY_TOKENS, Caller, Keys, Permission, p
 from greenroom.access.limits import Limiter
 from greenroom.api.asgi import JOBS_PATH, MANAGEMENT_BODY_MAX, AsgiBridge
 from greenroom.api.ui import files as ui
-from greenroom.dialects.shapes import Dialect
+from greenroom.dialects.dialect import Route
+from greenroom.dialects.openai import OPENAI
 from greenroom.errors import BadRequest, GreenroomError, HostNotAllowed, NotAllowed, NotFound
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
@@ -29,7 +30,6 @@ from greenroom.serving.routes import (
     MODEL_ROUTES,
     UPSTREAM,
     UPSTREAM_PREFIX,
-    Route,
     dialect_of,
     expect_route,
     has_one_path,
@@ -147,7 +147,7 @@ class Door:
         self._inference.refused(error)
         if head is not None and isinstance(head.note, Caller) and _asks_model(head):
             self._inference.count_refused(error, head, head.note)
-        dialect = Dialect.OPENAI if head is None else dialect_of(head.path)
+        dialect = OPENAI if head is None else dialect_of(head.path)
         return render.response(error, self._inference.ids.next(), to_operator=False, dialect=dialect)
 
     def _count(self, limiter: Limiter, head: Head, *, is_job: bool) -> None:

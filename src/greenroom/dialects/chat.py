@@ -1,4 +1,4 @@
-"""OpenAI's chat as every engine takes it: written from a conversation, and its answers read as pieces.
+"""OpenAI's chat as every engine takes it: written from a conversation, and its answers read as deltas.
 
 Owns the body that engines get and the reading of their answers, whole or as events. Fields that the engine sends
 besides are ignored.
@@ -23,7 +23,7 @@ from greenroom.dialects.neutral import (
     Reasoning,
     Text,
     Tokens,
-    ToolPiece,
+    ToolDelta,
     ToolResult,
     ToolUse,
     Turn,
@@ -111,8 +111,8 @@ def _result(part: ToolResult) -> dict[str, Any]:
 
 def _message(role: str, parts: Sequence[Part]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": role, "content": _content(parts)}
-    if thought := "\n".join(part.text for part in parts if isinstance(part, Reasoning)):
-        message["reasoning_content"] = thought
+    if reasoning := "\n".join(part.text for part in parts if isinstance(part, Reasoning)):
+        message["reasoning_content"] = reasoning
     calls = [part for part in parts if isinstance(part, ToolUse)]
     if calls:
         message["tool_calls"] = [
@@ -152,7 +152,7 @@ class _ChatCall(msgspec.Struct):
 
 
 class _Said(msgspec.Struct):
-    """A message, or some of one. The two names of what was thought are those of llama.cpp and of vLLM."""
+    """A message, or some of one. The two names of reasoning are those of llama.cpp and of vLLM."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -210,7 +210,7 @@ def read_answer(body: bytes) -> Delta:
         raise EngineFault("The engine answered something else than a chat.", details=str(error)) from None
     if not answer.choices:
         raise EngineFault("The engine's answer has no choice.")
-    return _piece(answer)
+    return _delta(answer)
 
 
 def error_message(body: bytes) -> str:
@@ -237,32 +237,32 @@ class ChatEvents:
         self.is_whole = False
 
     def feed(self, data: bytes) -> list[Delta]:
-        """What came since. The piece with an error is the last one that counts."""
+        """What came since. The delta with an error is the last one that counts."""
         lines = (self._held + data).split(b"\n")
         self._held = lines.pop()
-        pieces = self._pieces(lines)
+        deltas = self._deltas(lines)
         if len(self._held) > TEXT_BYTES_MAX:
             self._held = b""
-            pieces.append(Delta(error="The engine sent an event that is too long."))
-        return pieces
+            deltas.append(Delta(error="The engine sent an event that is too long."))
+        return deltas
 
     def end(self) -> list[Delta]:
         """What a last line says that has no line break."""
         held, self._held = self._held, b""
-        return self._pieces([held])
+        return self._deltas([held])
 
-    def _pieces(self, lines: list[bytes]) -> list[Delta]:
-        pieces = []
+    def _deltas(self, lines: list[bytes]) -> list[Delta]:
+        deltas = []
         for line in lines:
             if not line.startswith(b"data:") or not (said := line[5:].strip()):
                 continue
             if said == _DONE:
                 self.is_whole = True
                 continue
-            piece = _event(said)
-            self.is_whole = self.is_whole or piece.reason is not None
-            pieces.append(piece)
-        return pieces
+            delta = _event(said)
+            self.is_whole = self.is_whole or delta.reason is not None
+            deltas.append(delta)
+        return deltas
 
 
 def _event(said: bytes) -> Delta:
@@ -272,10 +272,10 @@ def _event(said: bytes) -> Delta:
         return Delta(error="The engine sent an event that is no chat.")
     if bytes(answer.error) not in (b"", b"null"):
         return Delta(error=error_message(said))
-    return _piece(answer)
+    return _delta(answer)
 
 
-def _piece(answer: _ChatAnswer) -> Delta:
+def _delta(answer: _ChatAnswer) -> Delta:
     tokens = _tokens(answer) if answer.usage is not None else None
     if not answer.choices:
         return Delta(tokens=tokens)
@@ -286,15 +286,15 @@ def _piece(answer: _ChatAnswer) -> Delta:
     if said is None:
         return Delta(reason=choice.finish_reason, tokens=tokens, stop=stop)
     tools = () if not said.tool_calls else tuple(map(_tool, range(len(said.tool_calls)), said.tool_calls))
-    thought = said.reasoning_content or said.reasoning or ""
-    return Delta(said.content or "", thought, tools, choice.finish_reason, tokens, stop=stop)
+    reasoning = said.reasoning_content or said.reasoning or ""
+    return Delta(said.content or "", reasoning, tools, choice.finish_reason, tokens, stop=stop)
 
 
-def _tool(place: int, call: _ChatCall) -> ToolPiece:
+def _tool(place: int, call: _ChatCall) -> ToolDelta:
     function = call.function or _ChatFunction()
     arguments = function.arguments
     text = arguments if isinstance(arguments, str) else "" if arguments is None else _encode(arguments).decode()
-    return ToolPiece(place if call.index is None else call.index, call.id, function.name, text)
+    return ToolDelta(place if call.index is None else call.index, call.id, function.name, text)
 
 
 def _tokens(answer: _ChatAnswer) -> Tokens:

@@ -1,4 +1,4 @@
-"""The small form between a dialect and OpenAI's chat: a conversation that is asked, and pieces of its answer.
+"""The small form between a dialect and OpenAI's chat: a conversation that is asked, and deltas of its answer.
 
 Owns the records alone. What a dialect can say and chat cannot is refused where it is read, by the field's name.
 """
@@ -40,7 +40,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What the model thought before it said something."""
+    """What the model wrote for itself before its answer."""
 
     text: str
 
@@ -123,9 +123,9 @@ class Tokens(NamedTuple):
     completion_ms: float = 0.0
 
 
-class ToolPiece(NamedTuple):
+class ToolDelta(NamedTuple):
     """Part of a call: the first has id and name, and each some of its arguments. `place` is which of
-    the calls it is; pieces of several calls may come mixed.
+    the calls it is; deltas of several calls may come mixed.
     """
 
     place: int
@@ -135,15 +135,15 @@ class ToolPiece(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """Some of an answer. A whole answer is one piece.
+    """Some of an answer. A whole answer is one delta.
 
     `reason` is why it ended: stop, length, tool_calls or content_filter. `stop` is the stop sequence that ended it,
     where the engine tells. `error` is the engine's, in a stream.
     """
 
     text: str = ""
-    thought: str = ""
-    tools: tuple[ToolPiece, ...] = ()
+    reasoning: str = ""
+    tools: tuple[ToolDelta, ...] = ()
     reason: str | None = None
     tokens: Tokens | None = None
     error: str | None = None
@@ -185,6 +185,7 @@ class _Typed(msgspec.Struct):
 
 _typed: Final = msgspec.json.Decoder(_Typed)
 _tools: Final = msgspec.json.Decoder(list[Raw] | None)
+_whole: Final = msgspec.json.Decoder(int | None)
 
 
 def read_tools(fields: Fields) -> list[Raw]:
@@ -206,6 +207,14 @@ def _has_too_many_objects(raw: bytes) -> bool:
     return next(islice(_OBJECT.finditer(raw), OBJECTS_MAX, None), None) is not None
 
 
+def tokens_max(fields: Fields, name: str) -> int | None:
+    """The field that says how long an answer may be. Raises BadRequest."""
+    count: int | None = read(fields, name, _whole)
+    if count is not None and count < 1:
+        raise BadRequest(f"{name} is a number above 0.", param=name)
+    return count
+
+
 def refuse_fields(fields: Fields, names: tuple[str, ...], why: str) -> None:
     """Raises BadRequest if one of these fields says anything. null, false, and nothing in brackets say nothing."""
     for name in names:
@@ -225,6 +234,15 @@ def expect_choice(choice: str | NamedChoice | None, tools: tuple[Tool, ...]) -> 
             f"tool_choice names {choice.tool}, and tools has none of this name that models here can use.",
             param="tool_choice",
         )
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a call; an engine that was cut off may send half of them."""
+    try:
+        found = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        found = text
+    return found if isinstance(found, dict) else {"arguments": found}
 
 
 def is_object(raw: Raw) -> bool:

@@ -5,21 +5,18 @@ Owns the joint between the two sides. The relay hands the engine's bytes in and 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from greenroom.dialects.chat import CHAT_PATH, TEXT_BYTES_MAX, ChatEvents, chat_fields, error_message, read_answer
+from greenroom.dialects.errors import ErrorShape
 from greenroom.dialects.neutral import AnswerContext, Conversation, Delta, Fields
-from greenroom.dialects.shapes import Dialect, engine_error, error_event_of
 
 JSON: Final = b"application/json"
 # Of answers that an engine writes in the dialect itself.
 ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
 EVENTS: Final = b"text/event-stream; charset=utf-8"
-# Of an event. Inside a string its quotes would be escaped.
-_NUMBER: Final = re.compile(rb'"sequence_number" ?: ?(\d{1,15})[,} \r\n]')
 _CUT_OFF: Final = "The engine ended its stream before its answer was whole."
 
 
@@ -33,17 +30,17 @@ class StreamWriter(Protocol):
     @property
     def number(self) -> int: ...
 
-    def piece(self, piece: Delta) -> bytes:
-        """Whole events for this piece of a stream, perhaps none."""
+    def write(self, delta: Delta) -> bytes:
+        """Whole events for this delta of a stream, perhaps none."""
         ...
 
     def end(self) -> bytes:
-        """The events after the last piece."""
+        """The events after the last delta."""
         ...
 
 
-class LongAnswer(Protocol):
-    """Writes an answer as it comes. `failure`: why it cannot be read."""
+class AnswerTranslator(Protocol):
+    """Turns an engine's bytes into the dialect's as they come. `failure`: why that cannot be done."""
 
     failure: str | None
 
@@ -57,10 +54,10 @@ class StreamTranslator:
     `failure` is what the engine said if it ended its stream with an error, or that it ended too early.
     """
 
-    __slots__ = ("_dialect", "_events", "_is_over", "_writer", "failure")
+    __slots__ = ("_errors", "_events", "_is_over", "_writer", "failure")
 
-    def __init__(self, dialect: Dialect, writer: StreamWriter) -> None:
-        self._dialect = dialect
+    def __init__(self, errors: ErrorShape, writer: StreamWriter) -> None:
+        self._errors = errors
         self._events = ChatEvents()
         self._writer = writer
         self._is_over = False
@@ -81,100 +78,74 @@ class StreamTranslator:
             return written
         return written + (self._writer.end() if self._events.is_whole else self._fail(_CUT_OFF))
 
-    def _write(self, pieces: list[Delta]) -> bytes:
+    def _write(self, deltas: list[Delta]) -> bytes:
         written = []
-        for piece in pieces:
-            if piece.error is not None:
-                written.append(self._fail(piece.error))
+        for delta in deltas:
+            if delta.error is not None:
+                written.append(self._fail(delta.error))
                 break
-            written.append(self._writer.piece(piece))
+            written.append(self._writer.write(delta))
         return b"".join(written)
 
     def _fail(self, why: str) -> bytes:
         self._is_over, self.failure = True, why
-        return error_event_of(self._dialect, engine_error(self._dialect, 502, why), self._writer.number)
+        return self._errors.event(self._errors.of_engine(502, why), self._writer.number)
 
 
 @dataclass(frozen=True, slots=True)
-class ChatTranslation:
-    """To chat and back. `read` reads the request; it raises BadRequest, which names the field.
+class Translation:
+    """How one request is put to an engine, whose `path` is asked, and its answer to the client.
 
-    `write` makes the answer where it is one piece, `writer` where it is a stream; None: no stream was asked for.
-    `if_cold` is the answer where the request was read and need not load its model.
+    `request` makes the fields for the engine. It raises BadRequest, which names the field. `answer` makes the client's
+    answer of a good one, or raises EngineFault; one above `bytes_max` is refused. `long` does it as a long one comes;
+    None: it is held like others. `writer` writes a stream; None: there is none, or it passes as it is. `if_cold` is the
+    answer where the request was read and need not load its model.
     """
 
-    dialect: Dialect
-    read: Callable[[Fields], Conversation]
-    write: Callable[[Delta], bytes]
-    writer: StreamWriter | None
+    errors: ErrorShape
+    path: bytes
+    request: Callable[[Fields], Fields]
+    answer: Callable[[bytes], bytes]
+    writer: StreamWriter | None = None
     stream_type: bytes = EVENTS
-    path: bytes = CHAT_PATH
     bytes_max: int = TEXT_BYTES_MAX
-    long: Callable[[], None] = nothing
+    long: Callable[[], AnswerTranslator | None] = nothing
     if_cold: Callable[[], bytes | None] = nothing
 
-    def request(self, fields: Fields) -> Fields:
-        return chat_fields(self.read(fields), model=fields["model"], stream=self.writer is not None)
-
     def stream(self) -> StreamTranslator | None:
-        return None if self.writer is None else StreamTranslator(self.dialect, self.writer)
-
-    def next_number(self, sent: bytes) -> int:
-        return 0 if self.writer is None else self.writer.number
-
-    def whole(self, status: int, body: bytes) -> bytes:
-        """Raises EngineFault if a good answer cannot be read."""
-        if status != 200:
-            return engine_error(self.dialect, status, error_message(body))
-        return self.write(read_answer(body))
-
-
-@dataclass(frozen=True, slots=True)
-class PassThrough:
-    """For an engine that has the dialect itself: only its errors get the dialect's shape."""
-
-    dialect: Dialect
-    path: bytes
-    stream_type: bytes = EVENTS
-    bytes_max: int = ANSWER_BYTES_MAX
-    long: Callable[[], None] = nothing
-
-    def request(self, fields: Fields) -> Fields:
-        return fields
-
-    def stream(self) -> None:
-        return None
-
-    def next_number(self, sent: bytes) -> int:
-        numbers = _NUMBER.findall(sent) if self.dialect is Dialect.RESPONSES else ()
-        return int(numbers[-1]) + 1 if numbers else 0
-
-    def whole(self, status: int, body: bytes) -> bytes:
-        return body if status == 200 else engine_error(self.dialect, status, error_message(body))
-
-
-class Translation(Protocol):
-    """How one request is put to an engine, and its answer to the client. `path` is the engine's."""
-
-    @property
-    def path(self) -> bytes: ...
-    @property
-    def stream_type(self) -> bytes: ...
-    @property
-    def bytes_max(self) -> int: ...
-
-    def request(self, fields: Fields) -> Fields:
-        """The fields for the engine. Raises BadRequest."""
-        ...
-
-    def stream(self) -> StreamTranslator | None: ...
+        return None if self.writer is None else StreamTranslator(self.errors, self.writer)
 
     def next_number(self, sent: bytes) -> int:
         """The number of the next event, in a dialect that numbers them. `sent` are the engine's last bytes."""
-        ...
+        return self.errors.next_number(sent) if self.writer is None else self.writer.number
 
-    def whole(self, status: int, body: bytes) -> bytes: ...
-    def long(self) -> LongAnswer | None: ...
+    def whole(self, status: int, body: bytes) -> bytes:
+        """Raises EngineFault if a good answer cannot be read."""
+        return self.answer(body) if status == 200 else self.errors.of_engine(status, error_message(body))
+
+
+def to_chat(
+    errors: ErrorShape,
+    read: Callable[[Fields], Conversation],
+    write: Callable[[Delta], bytes],
+    writer: StreamWriter | None,
+    stream_type: bytes = EVENTS,
+    if_cold: Callable[[], bytes | None] = nothing,
+) -> Translation:
+    """To OpenAI's chat and back. `writer` is None if no stream was asked for."""
+
+    def request(fields: Fields) -> Fields:
+        return chat_fields(read(fields), model=fields["model"], stream=writer is not None)
+
+    def answer(body: bytes) -> bytes:
+        return write(read_answer(body))
+
+    return Translation(errors, CHAT_PATH, request, answer, writer, stream_type, if_cold=if_cold)
+
+
+def pass_through(errors: ErrorShape, path: bytes) -> Translation:
+    """For an engine that has the dialect itself: only its errors get the dialect's shape."""
+    return Translation(errors, path, lambda fields: fields, lambda body: body, bytes_max=ANSWER_BYTES_MAX)
 
 
 # Makes the translation of one request, which is a stream or not, for an engine that does not have the dialect.

@@ -1,16 +1,13 @@
-"""Server-sent events: counted as they pass, one of them held back, and heartbeats for clients that wait.
+"""Server-sent events: counted as they pass, and one of them held back.
 
-Works however the bytes are split into reads. Never decodes an event on the way, and never decides when a heartbeat is
-sent. An event ends at a blank line; a run of blank lines counts once. Lines end in LF or CRLF. The standard also allows
-a lone CR, which no engine uses; in such a stream no event would be inserted.
+Works however the bytes are split into reads. Never decodes an event on the way. An event ends at a blank line; a run of
+blank lines counts once. Lines end in LF or CRLF. The standard also allows a lone CR, which no engine uses; in such a
+stream no event would be inserted.
 """
 
 from __future__ import annotations
 
-import enum
-import json
 import re
-from datetime import UTC, datetime
 from typing import Final
 
 import msgspec
@@ -136,89 +133,3 @@ def _is_usage(event: bytes) -> bool:
     except msgspec.DecodeError:
         return False
     return isinstance(value, dict) and value.get("choices") == [] and value.get("usage") is not None
-
-
-_UNSAFE: Final = re.compile(r"[^!-~]+")
-_VALUE_CHARS_MAX: Final = 200
-
-
-class HeartbeatKind(enum.Enum):
-    # A comment is not an event: clients that follow the standard never see it.
-    COMMENT = "comment"
-    # An empty piece of an answer, for clients that time out unless events arrive.
-    CHUNK = "chunk"
-    OFF = "off"
-
-
-class StreamShape(enum.Enum):
-    """Which API the stream belongs to, and with it what an empty piece looks like."""
-
-    CHAT = "chat.completion.chunk"
-    TEXT = "text_completion"
-    TRANSCRIPT = "transcript.text.delta"
-    MESSAGE = "message"
-    RESPONSE = "response"
-    OLLAMA_CHAT = "ollama.chat"
-    OLLAMA_GENERATE = "ollama.generate"
-
-    @property
-    def has_comments(self) -> bool:
-        """False for a stream of JSON lines."""
-        return self not in (StreamShape.OLLAMA_CHAT, StreamShape.OLLAMA_GENERATE)
-
-
-def heartbeat(
-    kind: HeartbeatKind,
-    *,
-    model: str,
-    position: int | None,
-    eta_s: float | None,
-    shape: StreamShape,
-    stream_id: str,
-    created: int,
-) -> bytes:
-    """One heartbeat as a whole event; nothing for OFF."""
-    if kind is HeartbeatKind.COMMENT and shape.has_comments:
-        return comment(model, position, eta_s)
-    if kind is not HeartbeatKind.OFF:
-        return empty_chunk(model, shape, stream_id, created)
-    return b""
-
-
-def comment(model: str, position: int | None, eta_s: float | None) -> bytes:
-    """`: waiting model=qwen position=2 eta_s=4`. What is not known is left out."""
-    parts = [f"model={_on_one_line(model)}"]
-    if position is not None:
-        parts.append(f"position={position}")
-    if eta_s is not None:
-        parts.append(f"eta_s={max(0, round(eta_s))}")
-    return f": waiting {' '.join(parts)}\n\n".encode("ascii")
-
-
-def empty_chunk(model: str, shape: StreamShape, stream_id: str, created: int) -> bytes:
-    """An event that adds nothing to the answer."""
-    if shape is StreamShape.MESSAGE:
-        return b'event: ping\ndata: {"type":"ping"}\n\n'
-    if shape is StreamShape.RESPONSE:
-        # Its events are numbered from the first one on, so none can be put before them.
-        return comment(model, None, None)
-    if not shape.has_comments:
-        said = (
-            {"message": {"role": "assistant", "content": ""}} if shape is StreamShape.OLLAMA_CHAT else {"response": ""}
-        )
-        made = datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
-        return msgspec.json.encode({"model": model, "created_at": made, **said, "done": False}) + b"\n"
-    if shape is StreamShape.TRANSCRIPT:
-        return f'data: {{"type":"{shape.value}","delta":""}}\n\n'.encode("ascii")
-    choice: dict[str, object] = {"index": 0, "finish_reason": None}
-    if shape is StreamShape.CHAT:
-        choice["delta"] = {}
-    else:
-        choice["text"] = ""
-    event = {"id": stream_id, "object": shape.value, "created": created, "model": model, "choices": [choice]}
-    # JSON escapes every line break, so that a model's name cannot end the event.
-    return f"data: {json.dumps(event, separators=(',', ':'))}\n\n".encode("ascii")
-
-
-def _on_one_line(value: str) -> str:
-    return _UNSAFE.sub("_", value)[:_VALUE_CHARS_MAX]

@@ -18,6 +18,7 @@ from greenroom.config.schema import Config, Heartbeat
 from greenroom.core.events import Choice, RequestArrived
 from greenroom.core.model import ModelId, RequestId, TenantId
 from greenroom.dialects.chat import CHAT_PATH
+from greenroom.dialects.dialect import Route
 from greenroom.dialects.translation import Translation
 from greenroom.errors import BadRequest
 from greenroom.http.body import Body, Payload
@@ -28,7 +29,7 @@ from greenroom.serving.answers import LaterAnswer, RemadeAnswer
 from greenroom.serving.body import peek
 from greenroom.serving.body.long_body import LongBody
 from greenroom.serving.prefix_cache import PrefixScope
-from greenroom.serving.routes import UPSTREAM, Route
+from greenroom.serving.routes import UPSTREAM
 
 _OFF: Final = Heartbeat.OFF
 _EMPTY: Final[frozenset[str]] = frozenset()

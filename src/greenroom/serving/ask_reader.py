@@ -19,8 +19,8 @@ from greenroom.config.live import GatewayState
 from greenroom.config.schema import Ability
 from greenroom.core.model import NO_TENANT, ModelId, TenantId
 from greenroom.dialects.chat import CHAT_PATH
-from greenroom.dialects.ollama_request import untagged
-from greenroom.dialects.shapes import Dialect
+from greenroom.dialects.dialect import Route
+from greenroom.dialects.openai.requests import CHAT, TOOLS, expect_functions
 from greenroom.engines.base import UsageSource
 from greenroom.errors import BadRequest, BodyTooLarge, ModelNotFound, NoAbility, NotAllowed, PostOnly
 from greenroom.http.exchange import Exchange
@@ -48,14 +48,12 @@ from greenroom.serving.ask import (
     wants_facts,
 )
 from greenroom.serving.body import model_options, multipart, peek
-from greenroom.serving.body.body_check import CHAT, TOOLS, expect_functions
 from greenroom.serving.body.long_body import LongBody
 from greenroom.serving.body.media import check_media, is_upload
 from greenroom.serving.prefix_cache import ONLY_SCOPE, PrefixSalts, cache_scope
 from greenroom.serving.routes import (
     GENERATE,
     UPSTREAM_PREFIX,
-    Route,
     has_one_path,
     is_open,
     split_model,
@@ -118,8 +116,8 @@ class AskReader:
         peeked = peek.peek(exchange.body.read(), meant) if long is None else peek.peek_long(long, meant)
         if peeked.client_id is not None:
             head.client = peeked.client_id
-        if route.dialect is Dialect.OLLAMA:
-            peeked.model = untagged(peeked.model, self._seen_by(caller))
+        if (meant_by := route.dialect.meant) is not None:
+            peeked.model = meant_by(peeked.model, self._seen_by(caller))
         if self.tasks is not None and (task := self.tasks.find(peeked.model)) is not None:
             return self._read_task(exchange, route, caller, settings, peeked, task)
         return self._read_json(exchange, route, caller, settings, peeked, peeked.model)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from greenroom.dialects.shapes import Dialect, error_event_of, error_shape
+from greenroom.dialects.dialect import Dialect
+from greenroom.dialects.openai import OPENAI
 from greenroom.errors import GatewayBug, GreenroomError, InvalidKey, ModelLoading, PostOnly, RateLimited
 
 Header = tuple[bytes, bytes]
@@ -55,7 +56,7 @@ def words(error: BaseException, request_id: str, *, to_operator: bool) -> Words:
 
 
 def response(
-    error: BaseException, request_id: str, *, to_operator: bool, dialect: Dialect = Dialect.OPENAI
+    error: BaseException, request_id: str, *, to_operator: bool, dialect: Dialect = OPENAI
 ) -> tuple[int, list[Header], bytes]:
     """Status, headers and body that answer a request with this error, as its dialect shapes them."""
     shown = _shown(error, request_id)
@@ -77,20 +78,20 @@ def response(
     return shown.status, headers, error_body(shown, request_id, to_operator=to_operator, dialect=dialect)
 
 
-def error_body(error: BaseException, request_id: str, *, to_operator: bool, dialect: Dialect = Dialect.OPENAI) -> bytes:
+def error_body(error: BaseException, request_id: str, *, to_operator: bool, dialect: Dialect = OPENAI) -> bytes:
     """`{"error": {message, type, code, param, details, …}}`; extra fields of the error follow."""
     shown = _shown(error, request_id)
     return _encoded(shown, _core_of(shown, request_id, to_operator), request_id, to_operator, dialect)
 
 
 def error_event(
-    error: BaseException, request_id: str, *, to_operator: bool, dialect: Dialect = Dialect.OPENAI, number: int = 0
+    error: BaseException, request_id: str, *, to_operator: bool, dialect: Dialect = OPENAI, number: int = 0
 ) -> bytes:
     """The one event that ends a stream which has already begun with 200. `number` is its place in that."""
     shown = _shown(error, request_id)
     core = _core_of(shown, request_id, to_operator)
     whole = {**core, "status": shown.status, "retry_after_s": _retry_after_s(shown)}
-    return error_event_of(dialect, _encoded(shown, whole, request_id, to_operator, dialect), number)
+    return dialect.errors.event(_encoded(shown, whole, request_id, to_operator, dialect), number)
 
 
 def _shown(error: BaseException, request_id: str) -> GreenroomError:
@@ -123,11 +124,11 @@ def _encoded(
     kept_back = core.keys() if to_operator else core.keys() | OPERATORS_FIELDS
     beside = {name: value for name, value in error.beside.items() if name not in kept_back}
     try:
-        whole = error_shape(dialect, error.status, {**core, **beside}, request_id)
+        whole = dialect.errors.body(error.status, {**core, **beside}, request_id)
         return msgspec.json.encode(whole, enc_hook=str)
     except (TypeError, ValueError, RecursionError):
         # If an extra value cannot be JSON, the error is sent without the extra fields.
-        return msgspec.json.encode(error_shape(dialect, error.status, core, request_id))
+        return msgspec.json.encode(dialect.errors.body(error.status, core, request_id))
 
 
 def _retry_after_s(error: GreenroomError) -> int | None:

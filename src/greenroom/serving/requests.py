@@ -13,7 +13,8 @@ from typing import Any
 from greenroom.access.keys import Caller, Permission
 from greenroom.access.limits import QuotaHold
 from greenroom.config.schema import Heartbeat
-from greenroom.dialects.translation import JSON, ChatTranslation
+from greenroom.dialects.dialect import Route
+from greenroom.dialects.translation import JSON
 from greenroom.errors import CoolingDown, GatewayBug, GreenroomError, RateLimited
 from greenroom.http.body import Body
 from greenroom.http.exchange import Exchange, RequestIds
@@ -28,7 +29,7 @@ from greenroom.serving.ask import Ask, Settings, client_named
 from greenroom.serving.ask_reader import AskReader
 from greenroom.serving.body.long_body import SHORT_BYTES, LongBodies, LongBody, Pending, is_plain
 from greenroom.serving.request_log import RequestLog, tokens_used, version_headers
-from greenroom.serving.routes import UPSTREAM, Route, dialect_of, expect_route
+from greenroom.serving.routes import UPSTREAM, dialect_of, expect_route
 from greenroom.serving.running import RequestServices, Running
 from greenroom.serving.sweep import RequestSweep
 from greenroom.telemetry.logs import get_logger
@@ -166,7 +167,7 @@ class Inference:
     def _has_left(self, exchange: Exchange, ask: Ask, request_id: str) -> bool:
         """Answer a request that only lets a model leave, if that is not loaded. False for every other one."""
         translation = ask.translation
-        if not isinstance(translation, ChatTranslation) or ask.rungs is not None:
+        if translation is None or ask.rungs is not None:
             return False
         slots = self._loop.scheduler.view.slots_of(ask.entry.id)
         if any(slot.is_serving or slot.is_arriving for slot in slots) or (body := translation.if_cold()) is None:

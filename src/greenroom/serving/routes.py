@@ -1,32 +1,23 @@
 """Which paths lead to models, and how a path names one.
 
-Owns the routes of the OpenAI-compatible API, the prefix behind which an engine's own paths lie, and how an id with
-slashes is told from what follows it there. The raw path is read, only the part that is the id is decoded, and that
-once: what is authorised, routed and forwarded is the same bytes.
+Owns the table of all dialects' routes, the prefix behind which an engine's own paths lie, and how an id with slashes is
+told from what follows it there. The raw path is read, only the part that is the id is decoded, and that once: what is
+authorised, routed and forwarded is the same bytes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Final
 from urllib.parse import unquote_to_bytes
 
-from msgspec import Raw
-
 from greenroom.access.keys import Caller
 from greenroom.config.kinds import ID_CHARS_MAX
-from greenroom.config.schema import Ability
-from greenroom.dialects import ollama_answer
-from greenroom.dialects.anthropic_answer import count_translation, messages_translation
-from greenroom.dialects.responses_answer import response_translation
-from greenroom.dialects.shapes import Dialect
-from greenroom.dialects.translation import Translate
+from greenroom.dialects import anthropic, llama_server, ollama, openai, responses
+from greenroom.dialects.dialect import Dialect, Route
+from greenroom.dialects.openai import OPENAI
 from greenroom.errors import NotAllowed
-from greenroom.http.sse import StreamShape
-from greenroom.serving.body import body_check
-from greenroom.serving.body.body_check import BodyCheck
 
 PATH_SHOWN_MAX: Final = 100
 
@@ -34,163 +25,34 @@ _BROKEN_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _PLAIN_PART: Final = rb"(?!\.{1,2}(?:/|$))[A-Za-z0-9._~!$&'()+,=:@-]+"
 _PLAIN_PATH: Final = re.compile(rb"(?:/" + _PLAIN_PART + rb")*/?")
 # Paths have neither; a parser that lets them through must not make them ours.
-_NULL: Final = Raw(b"null")
 _RAW_CONTROL: Final = re.compile(rb"[\x00-\x20\x7f]")
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """`name` is its label in metrics; `shape` what an empty piece of its stream looks like.
-
-    `is_text`: it sends a text whose beginning a cache may know, and gets one whose tokens are counted.
-    `form`: it takes a form, which must have these fields beside `model`. `makes_pictures`: its answer has pictures.
-    `is_sound`: its answer is counted by the length of the sound that was heard or made.
-    `dialect`: which API it belongs to. `translate`: how it becomes OpenAI's chat; None: it goes to the engine as it is.
-    `is_native`: a route of engines, open to models whose engine has it. `is_promptless`: it computes no prompt.
-    `can_stream`: False where an answer is always one piece. `streams_unless_told`: it streams if the body is silent.
-    `sent_to`: the path of engines for it; None: the caller's. `is_twin`: another name of a documented route.
-    `check`: what its body must hold, where it is passed on as it is.
-    `has_prompt`: its engine may keep what it computed for the request, and find it again for another one.
-    """
-
-    name: str
-    ability: Ability | None = None
-    shape: StreamShape = StreamShape.TEXT
-    form: tuple[str, ...] = ()
-    is_text: bool = False
-    makes_pictures: bool = False
-    is_sound: bool = False
-    dialect: Dialect = Dialect.OPENAI
-    translate: Translate | None = None
-    is_native: bool = False
-    is_promptless: bool = False
-    can_stream: bool = True
-    streams_unless_told: bool = False
-    sent_to: bytes | None = None
-    is_twin: bool = False
-    check: BodyCheck | None = None
-    has_prompt: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        of_texts = self.ability in (Ability.EMBEDDINGS, Ability.RERANK)
-        has_prompt = self.is_text or of_texts or (self.is_native and not self.is_promptless)
-        object.__setattr__(self, "has_prompt", has_prompt)
-
-    def is_stream(self, asked: bool, fields: Mapping[str, Raw]) -> bool:
-        """Whether the answer streams, where the field `stream` was read as `asked`."""
-        said = bytes(fields.get("stream", _NULL))
-        return self.can_stream and (asked or (self.streams_unless_told and said == b"null"))
-
-
-def _native(name: str, *, is_text: bool = False, is_promptless: bool = False) -> Route:
-    """A route of llama.cpp or vLLM, whose bodies and answers pass as they are."""
-    return Route(name, is_text=is_text, dialect=Dialect.LLAMACPP, is_native=True, is_promptless=is_promptless)
-
-
-# A text for a prompt, of the model under version control that is meant; answered like /v1/completions.
-GENERATE: Final = Route(
-    "generate", Ability.COMPLETIONS, is_text=True, sent_to=b"/v1/completions", check=body_check.COMPLETION
+# A text for a prompt, of the model under version control that is meant.
+GENERATE: Final = openai.completion(
+    "generate", "Continue a text by the model under version control.", openai.COMPLETIONS_PATH
 )
-# As llama.cpp, vLLM and llama-swap call it too.
-_RERANK_TWIN: Final = Route("rerank", Ability.RERANK, sent_to=b"/v1/rerank", is_twin=True, check=body_check.RERANK)
+# A dialect is one line here. The document of the API has its routes in this order.
 MODEL_ROUTES: Final[dict[bytes, Route]] = {
     b"/generate": GENERATE,
-    b"/v1/chat/completions": Route("chat", Ability.CHAT, StreamShape.CHAT, is_text=True, check=body_check.CHAT),
-    b"/v1/completions": Route("completions", Ability.COMPLETIONS, is_text=True, check=body_check.COMPLETION),
-    b"/v1/embeddings": Route("embeddings", Ability.EMBEDDINGS, check=body_check.EMBEDDING),
-    b"/v1/rerank": Route("rerank", Ability.RERANK, check=body_check.RERANK),
-    b"/v1/reranking": _RERANK_TWIN,
-    b"/rerank": _RERANK_TWIN,
-    b"/reranking": _RERANK_TWIN,
-    b"/v1/images/generations": Route("images", Ability.IMAGES, makes_pictures=True, check=body_check.PICTURE),
-    b"/v1/images/edits": Route("image_edits", Ability.IMAGE_EDITS, form=("image", "prompt"), makes_pictures=True),
-    b"/v1/images/variations": Route("image_variations", Ability.IMAGE_EDITS, form=("image",), makes_pictures=True),
-    b"/v1/audio/transcriptions": Route(
-        "transcriptions", Ability.TRANSCRIPTION, StreamShape.TRANSCRIPT, form=("file",), is_sound=True
-    ),
-    b"/v1/audio/translations": Route(
-        "translations", Ability.TRANSLATION, StreamShape.TRANSCRIPT, form=("file",), is_sound=True
-    ),
-    b"/v1/audio/speech": Route("speech", Ability.SPEECH, is_sound=True, check=body_check.SPEECH),
-    b"/v1/messages": Route(
-        "messages",
-        Ability.CHAT,
-        StreamShape.MESSAGE,
-        is_text=True,
-        dialect=Dialect.ANTHROPIC,
-        translate=messages_translation,
-    ),
-    b"/v1/messages/count_tokens": Route(
-        "count_tokens",
-        Ability.CHAT,
-        dialect=Dialect.ANTHROPIC,
-        translate=count_translation,
-        can_stream=False,
-    ),
-    b"/completion": _native("completion", is_text=True),
-    b"/infill": _native("infill", is_text=True),
-    b"/tokenize": _native("tokenize", is_promptless=True),
-    b"/detokenize": _native("detokenize", is_promptless=True),
-    b"/apply-template": _native("apply_template", is_promptless=True),
-    b"/pooling": _native("pooling"),
-    b"/score": _native("score"),
-    b"/v1/responses": Route(
-        "responses",
-        Ability.CHAT,
-        StreamShape.RESPONSE,
-        is_text=True,
-        dialect=Dialect.RESPONSES,
-        translate=response_translation,
-    ),
-    b"/api/chat": Route(
-        "ollama_chat",
-        Ability.CHAT,
-        StreamShape.OLLAMA_CHAT,
-        is_text=True,
-        dialect=Dialect.OLLAMA,
-        translate=ollama_answer.chat_translation,
-        streams_unless_told=True,
-    ),
-    b"/api/generate": Route(
-        "ollama_generate",
-        Ability.CHAT,
-        StreamShape.OLLAMA_GENERATE,
-        is_text=True,
-        dialect=Dialect.OLLAMA,
-        translate=ollama_answer.generate_translation,
-        streams_unless_told=True,
-    ),
-    b"/api/embed": Route(
-        "ollama_embed",
-        Ability.EMBEDDINGS,
-        dialect=Dialect.OLLAMA,
-        translate=ollama_answer.embed_translation,
-        can_stream=False,
-    ),
-    b"/api/embeddings": Route(
-        "ollama_embeddings",
-        Ability.EMBEDDINGS,
-        dialect=Dialect.OLLAMA,
-        translate=ollama_answer.embeddings_translation,
-        can_stream=False,
-    ),
+    **openai.ROUTES,
+    **anthropic.ROUTES,
+    **llama_server.ROUTES,
+    **responses.ROUTES,
+    **ollama.ROUTES,
 }
-# Of Ollama's other paths, which the management API answers.
-_OLLAMA_PATHS: Final = frozenset(
-    (b"/api/tags", b"/api/show", b"/api/ps", b"/api/version", b"/api/pull", b"/api/delete")
-)
+DIALECTS: Final = tuple(dict.fromkeys(route.dialect for route in MODEL_ROUTES.values()))
+_DIALECT_OF_PAGE: Final = {page: dialect for dialect in DIALECTS for page in dialect.pages}
 
 
 def dialect_of(path: bytes) -> Dialect:
     """The API that a path belongs to, for errors before the path is routed."""
     route = MODEL_ROUTES.get(path)
-    if route is None:
-        return Dialect.OLLAMA if path in _OLLAMA_PATHS else Dialect.OPENAI
-    return route.dialect
+    return _DIALECT_OF_PAGE.get(path, OPENAI) if route is None else route.dialect
 
 
 UPSTREAM_PREFIX: Final = b"/upstream/"
-UPSTREAM: Final = Route("upstream")
+UPSTREAM: Final = Route("upstream", OPENAI)
 # The last parts of paths of engines whose answers are texts: OpenAI's, llama.cpp's, Anthropic's, SGLang's.
 _TEXT_PARTS: Final = frozenset((b"completions", b"completion", b"infill", b"messages", b"responses", b"generate"))
 

@@ -18,6 +18,7 @@ from typing import Final
 from greenroom.config.schema import Heartbeat
 from greenroom.core.events import RequestArrived
 from greenroom.core.model import RequestId
+from greenroom.dialects.heartbeat import HeartbeatKind, heartbeat
 from greenroom.errors import (
     BudgetPassed,
     EngineFault,
@@ -34,9 +35,7 @@ from greenroom.http.engine_connection import Sink
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers, build_request, response_headers
 from greenroom.http.relays.relay import Relay, RelayOptions, RelayOutcome
-from greenroom.http.relays.translated import ModelNameRewriter, TranslatingRelay
 from greenroom.http.relays.tunnel import Tunnel
-from greenroom.http.sse import HeartbeatKind, heartbeat
 from greenroom.library.records import Version
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.prompt_slots import CachePin, PromptCacheSlots
@@ -44,6 +43,7 @@ from greenroom.runtime.remote.spending import Bill, SpendingMeter, settle
 from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import EXIT_FOLLOWS_S, LiveSlot
 from greenroom.serving import render
+from greenroom.serving.answer_relays import ModelNameRewriter, TranslatingRelay
 from greenroom.serving.ask import Ask, Settings, arrival
 from greenroom.serving.ask_reader import AskReader
 from greenroom.serving.buffered import BufferedRelay

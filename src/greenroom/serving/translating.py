@@ -10,9 +10,9 @@ import time
 
 from greenroom.config.schema import Ability
 from greenroom.dialects.chat import has_images
+from greenroom.dialects.llama_server.tokenize import TOKENIZE_PATH, tokenize_translation
 from greenroom.dialects.neutral import AnswerContext
-from greenroom.dialects.tokenize import TOKENIZE_PATH, tokenize_translation
-from greenroom.dialects.translation import PassThrough, Translate, Translation
+from greenroom.dialects.translation import Translate, Translation, pass_through
 from greenroom.engines.base import LLAMACPP_PATHS, VLLM_PATHS
 from greenroom.errors import NoAbility
 from greenroom.http.body import Body
@@ -37,7 +37,7 @@ def translate_ask(ask: Ask, peeked: BodyFields, translate: Translate, name: str)
     if abilities is not None and Ability.VISION not in abilities and has_pictures:
         raise NoAbility(f"{ask.entry.id} does not do vision; send it no pictures.", param="model")
     if ask.target.partition(b"?")[0].decode() in ask.entry.engine.speaks:
-        ask.translation = PassThrough(ask.route.dialect, ask.target)
+        ask.translation = pass_through(ask.route.dialect.errors, ask.target)
     else:
         ask.translation, ask.target, peeked.fields = translation, translation.path, fields
 

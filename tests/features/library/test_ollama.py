@@ -1,4 +1,5 @@
-"""A pull that fails tells the same in a stream as in one answer: bounded, and without control characters."""
+"""A pull that fails tells the same in a stream as in one answer: bounded, and without control characters; and errors
+of all of Ollama's pages have its shape."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from greenroom.dialects.ollama import OLLAMA
+from greenroom.features.library.ollama_routes import OllamaRoutes
 from greenroom.library.orders import OrderRules
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
 from tests.api.management_rig import Client, FakeGateway
@@ -47,3 +50,9 @@ async def test_a_failed_pull_tells_no_more_in_a_stream_than_in_an_answer(is_admi
     lines = [json.loads(line) for line in stream.body.splitlines()]
     assert lines[-1] == whole.json == {"error": whole.error}
     assert len(whole.error) <= 2_048 and "\x1b" not in whole.error
+
+
+def test_the_record_of_the_dialect_names_every_page() -> None:
+    declared = {route.path for member in vars(OllamaRoutes).values() for route in getattr(member, "declared", ())}
+    # Whoever looks at the root need not mean Ollama.
+    assert {page.decode() for page in OLLAMA.pages} == declared - {"/"}

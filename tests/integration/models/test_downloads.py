@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from greenroom.app import App
-from greenroom.dialects.ollama_request import tagged
+from greenroom.dialects.ollama.requests import tagged
 from greenroom.features.library.downloads import LOST_MAX
 from tests.harness import GatewayProcess, fake, gateway, gateway_process, url
 from tests.integration.raw import Raw, http, request_bytes

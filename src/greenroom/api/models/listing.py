@@ -18,12 +18,12 @@ from greenroom.api.reports.snapshot import Snapshot
 from greenroom.api.views import ModelCard, ModelList, ModelStatus, ModelStatusList, ModelView, StatusWord
 from greenroom.config.kinds import RESERVED_ENDINGS, RESERVED_IDS
 from greenroom.core.model import Tier
-from greenroom.dialects.anthropic_answer import model_card, model_list
+from greenroom.dialects.dialect import ModelShape
 from greenroom.errors import ModelNotFound
 from greenroom.library.records import LibraryRecord
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.resolver import Resolver
-from greenroom.serving.routes import split_model
+from greenroom.serving.routes import DIALECTS, split_model
 from greenroom.serving.tasks import TaskRoute, Tasks
 
 MODELS = "/v1/models"
@@ -61,10 +61,11 @@ class Listing(Routes):
         Requests with the header anthropic-version are answered in Anthropic's shape.
         """
         listed = await self.list_models_of(request)
-        if not _is_anthropic(request):
+        shape = _shape_for(request)
+        if shape is None:
             return listed
         models = [(card.id, card.name, card.created) for card in listed.data]
-        return Response(model_list(models), media_type="application/json")
+        return Response(shape.all(models), media_type="application/json")
 
     @get("/models", needs=Permission.ASK, include_in_schema=False)
     async def list_models_of(self, request: Request) -> ModelList:
@@ -79,9 +80,8 @@ class Listing(Routes):
     async def show_model(self, request: Request, model_id: ModelPath) -> ModelCard | Response:
         """One model, by id or alias; unlisted ones too."""
         card = self._card(request, model_id)
-        if not _is_anthropic(request):
-            return card
-        return JSONResponse(model_card(card.id, card.name, card.created))
+        shape = _shape_for(request)
+        return card if shape is None else JSONResponse(shape.one(card.id, card.name, card.created))
 
     def _task_card(
         self, look: Snapshot, task: TaskRoute, sees: Callable[[str], bool], *, to_operator: bool
@@ -114,8 +114,10 @@ class Listing(Routes):
         return self._look().card(entry, to_operator=asked_by_admin(request))
 
 
-def _is_anthropic(request: Request) -> bool:
-    return "anthropic-version" in request.headers
+def _shape_for(request: Request) -> ModelShape | None:
+    """That of the dialect whose clients send its header; None: OpenAI's."""
+    shapes = (dialect.models for dialect in DIALECTS if dialect.models is not None)
+    return next((shape for shape in shapes if shape.header in request.headers), None)
 
 
 def card_of(record: LibraryRecord) -> ModelCard:

@@ -7,53 +7,19 @@ Made from the table of routes. Engines take more fields than are named here, and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, Final
 
+from greenroom import errors
 from greenroom.access import keys
 from greenroom.config.kinds import COUNT_MAX, SECONDS_MAX
 from greenroom.config.kinds import NAME_CHARS_MAX as TENANT_CHARS_MAX
 from greenroom.config.schema import PRIORITY_NAMES, Heartbeat
 from greenroom.config.sections.engine_keys import WITH_PATH
-from greenroom.dialects.shapes import Dialect
-from greenroom.errors import (
-    BadRequest,
-    BodiesFull,
-    BodyTooLarge,
-    BudgetPassed,
-    EngineLost,
-    EngineTimeout,
-    ExpectationFailed,
-    GatewayBug,
-    GreenroomError,
-    HeadersTooLarge,
-    HostNotAllowed,
-    InvalidKey,
-    LoadFailed,
-    MediaRefused,
-    ModelLoading,
-    ModelNotFound,
-    NoAbility,
-    NotAllowed,
-    NotFound,
-    OperationsFull,
-    OperationStoreFull,
-    PictureStoreFull,
-    PostOnly,
-    QueueFull,
-    ShuttingDown,
-    TooLarge,
-    TooManyModels,
-    TooManyUnfinished,
-    TooSlow,
-    Unloaded,
-)
-from greenroom.http.sse import StreamShape
+from greenroom.dialects.dialect import Route
+from greenroom.dialects.route_docs import RouteDoc, Schema, string, typed
 from greenroom.serving.body.peek import CLIENT_ID_CHARS_MAX, NAME_CHARS_MAX
 from greenroom.serving.prefix_cache import TAG_CHARS_MAX
-from greenroom.serving.routes import GENERATE, MODEL_ROUTES, Route
-
-Schema = dict[str, Any]
+from greenroom.serving.routes import GENERATE, MODEL_ROUTES
 
 _JSON: Final = "application/json"
 _EVENTS: Final = "text/event-stream"
@@ -62,10 +28,7 @@ _ENGINE_ERROR: Final[Schema] = {"type": "object", "description": "An engine's ow
 
 
 # Without Ollama's, whose errors and streams have other shapes, and the engines' own, which are theirs to describe.
-_ELSEWHERE: Final = (Dialect.OLLAMA, Dialect.LLAMACPP)
-DOCUMENTED: Final = {
-    path: route for path, route in MODEL_ROUTES.items() if route.dialect not in _ELSEWHERE and not route.is_twin
-}
+DOCUMENTED: Final = {path: route for path, route in MODEL_ROUTES.items() if route.doc is not None}
 
 
 def with_model_routes(document: Schema) -> Schema:
@@ -80,7 +43,8 @@ def with_model_routes(document: Schema) -> Schema:
 
 
 def _path(route: Route) -> Schema:
-    api = _APIS[route.name]
+    api = route.doc
+    assert api is not None
     return {
         "post": {
             "operationId": route.name,
@@ -113,13 +77,13 @@ def _path(route: Route) -> Schema:
     }
 
 
-def _answers(route: Route, api: _Api) -> Schema:
+def _answers(route: Route, api: RouteDoc) -> Schema:
     if api.answer is None:
         return {"audio/*": {"schema": {"type": "string", "format": "binary"}}, _EVENTS: {}}
     content: Schema = {_JSON: {"schema": api.answer}}
-    if route.is_text or route.shape is StreamShape.TRANSCRIPT:
+    if route.is_text or route.is_sound:
         content[_EVENTS] = {}
-    if route.shape is StreamShape.TRANSCRIPT:
+    if route.is_sound:
         content["text/plain"] = {"schema": {"type": "string"}}
     return content
 
@@ -129,26 +93,17 @@ def _errors() -> Iterator[tuple[str, Schema]]:
     for status in sorted({error.status for error in _ERRORS}):
         codes = sorted({f"`{error.code}`" for error in _ERRORS if error.status == status})
         # Of a request that an engine refuses, that engine tells the reason.
-        schema = {"anyOf": [_ERROR, _ENGINE_ERROR]} if status == BadRequest.status else _ERROR
+        schema = {"anyOf": [_ERROR, _ENGINE_ERROR]} if status == errors.BadRequest.status else _ERROR
         yield str(status), {"description": ", ".join(codes), "content": {_JSON: {"schema": schema}}}
 
 
-_ERRORS: Final[tuple[type[GreenroomError], ...]] = (
-    *(BadRequest, MediaRefused, NoAbility, InvalidKey, NotAllowed, HostNotAllowed, NotFound, ModelNotFound, PostOnly),
-    *(TooSlow, BodyTooLarge, ExpectationFailed, HeadersTooLarge, GatewayBug, EngineLost, EngineTimeout, BudgetPassed),
-    *(
-        QueueFull,
-        BodiesFull,
-        TooManyModels,
-        OperationsFull,
-        TooManyUnfinished,
-        ModelLoading,
-        Unloaded,
-        ShuttingDown,
-        LoadFailed,
-        TooLarge,
-    ),
-    *(TooManyUnfinished, OperationStoreFull, PictureStoreFull),
+_ERRORS: Final[tuple[type[errors.GreenroomError], ...]] = (
+    *(errors.BadRequest, errors.BodiesFull, errors.BodyTooLarge, errors.BudgetPassed, errors.EngineLost),
+    *(errors.EngineTimeout, errors.ExpectationFailed, errors.GatewayBug, errors.HeadersTooLarge),
+    *(errors.HostNotAllowed, errors.InvalidKey, errors.LoadFailed, errors.MediaRefused, errors.ModelLoading),
+    *(errors.ModelNotFound, errors.NoAbility, errors.NotAllowed, errors.NotFound, errors.OperationsFull),
+    *(errors.OperationStoreFull, errors.PictureStoreFull, errors.PostOnly, errors.QueueFull, errors.ShuttingDown),
+    *(errors.TooLarge, errors.TooManyModels, errors.TooManyUnfinished, errors.TooSlow, errors.Unloaded),
 )
 
 
@@ -161,7 +116,8 @@ def _body_name(route: Route) -> str:
 
 def _body(route: Route) -> Schema:
     """Of a form, the fields that the gateway requires; of JSON, those without which no engine can answer."""
-    api = _APIS[route.name]
+    api = route.doc
+    assert api is not None
     return {
         "type": "object",
         # The model of /generate may be named by ?model=, or be the only one.
@@ -171,37 +127,15 @@ def _body(route: Route) -> Schema:
     }
 
 
-def _string(about: str, **more: Any) -> Schema:
-    return _field("string", about, **more)
-
-
 def _said(about: str, kind: str = "string") -> Schema:
     """A header of an answer."""
     return {"description": about, "schema": {"type": kind}}
 
 
-def _field(kind: str, about: str, **more: Any) -> Schema:
-    return {"type": kind, "description": about, **more}
-
-
-_MODEL: Final = _string(
+_MODEL: Final = string(
     "An id, an alias, a path below a root, or an id of the hub.", minLength=1, maxLength=NAME_CHARS_MAX
 )
 _PRINTABLE: Final = "^[ -~]+$"
-_FILE: Final[Schema] = {"type": "string", "format": "binary"}
-_STREAM: Final = _field("boolean", "Send the answer as events, as it is made.")
-_PICTURE_FIELDS: Final[Schema] = {
-    "n": _field("integer", "How many pictures."),
-    "size": _string("Such as 512x512."),
-    "response_format": _string("b64_json, or url: the gateway keeps the picture for a while."),
-}
-_SOUND_FIELDS: Final[Schema] = {
-    "file": _FILE,
-    "prompt": _string("Words before the sound."),
-    "response_format": _string("json, text, srt, verbose_json or vtt."),
-    "stream": _STREAM,
-}
-_WORDS: Final[Schema] = {"type": ["string", "array"], "description": "A text or several."}
 
 # Read by the gateway, never sent to an engine.
 # null counts as left out in JSON, and is not a word that forms have: it is not named.
@@ -223,19 +157,19 @@ _OURS: Final[Schema] = {
             {"type": "string", "enum": list(PRIORITY_NAMES)},
         ],
     },
-    "x_client_id": _string("The caller's program, for logs.", maxLength=CLIENT_ID_CHARS_MAX, pattern=_PRINTABLE),
-    "x_budget_s": _field("number", "Seconds that the whole answer may take.", exclusiveMinimum=0),
+    "x_client_id": string("The caller's program, for logs.", maxLength=CLIENT_ID_CHARS_MAX, pattern=_PRINTABLE),
+    "x_budget_s": typed("number", "Seconds that the whole answer may take.", exclusiveMinimum=0),
     "keep_alive": {"description": _KEEP_ALIVE, **_TIME},
     "x_keep_alive_s": {"description": "The same; counts where both are sent.", **_TIME},
 }
 _ADHOC: Final[Schema] = {
-    "backend": _string("For a model that no configuration names: its engine.", enum=list(WITH_PATH)),
-    "device": _string("For such a model: cuda or cpu.", enum=["cuda", "cpu"]),
-    "n_gpu_layers": _field("integer", "For such a model: -1 is all.", minimum=-1, maximum=COUNT_MAX),
-    "gpu_memory_utilization": _field(
+    "backend": string("For a model that no configuration names: its engine.", enum=list(WITH_PATH)),
+    "device": string("For such a model: cuda or cpu.", enum=["cuda", "cpu"]),
+    "n_gpu_layers": typed("integer", "For such a model: -1 is all.", minimum=-1, maximum=COUNT_MAX),
+    "gpu_memory_utilization": typed(
         "number", "For such a model: its share of a GPU's memory.", exclusiveMinimum=0, maximum=1
     ),
-    "ttl": _field(
+    "ttl": typed(
         "number",
         "For such a model: seconds without a request until it leaves; 0 = never.",
         minimum=0,
@@ -275,85 +209,4 @@ _CACHE_HEADERS: Final[Schema] = {
     "X-Cache-Hit": _said("true where a prefix was reused, false where none was, else unknown."),
     "X-Cache-Tokens-Reused": _said("Tokens of that prefix; 0 where they are not known.", "integer"),
     "X-GPU-Time-Ms": _said("How long the engine computed, if it tells; a trailer of a stream.", "integer"),
-}
-
-
-# --- what each route asks for and answers ---------------------------------------------------------------------------
-
-
-def _object(required: str, **properties: Schema) -> Schema:
-    return {"type": "object", "required": required.split(), "properties": properties, "additionalProperties": True}
-
-
-_OBJECTS: Final[Schema] = {"type": "array", "items": {"type": "object"}}
-_CHOICES: Final = _object("choices", choices=_OBJECTS, model={"type": "string"}, usage={"type": ["object", "null"]})
-_PICTURES: Final = _object("data", created={"type": "number"}, data=_OBJECTS)
-_TRANSCRIPT: Final = _object("text", text={"type": "string"})
-
-
-@dataclass(frozen=True, slots=True)
-class _Api:
-    """`answer` is None for sound. `required`: beside `model`; forms have theirs in the table of routes."""
-
-    summary: str
-    answer: Schema | None
-    required: tuple[str, ...] = ()
-    fields: Schema = field(default_factory=dict)
-
-
-_APIS: Final = {
-    "chat": _Api("Continue a conversation.", _CHOICES, ("messages",), {"messages": _OBJECTS, "stream": _STREAM}),
-    "completions": _Api("Continue a text.", _CHOICES, ("prompt",), {"prompt": _WORDS, "stream": _STREAM}),
-    "generate": _Api(
-        "Continue a text by the model under version control.",
-        _CHOICES,
-        ("prompt",),
-        {"prompt": _WORDS, "stream": _STREAM},
-    ),
-    "embeddings": _Api("Turn texts into vectors.", _object("data", data=_OBJECTS), ("input",), {"input": _WORDS}),
-    "rerank": _Api(
-        "Order documents by how well they answer a query.",
-        _object("results", results=_OBJECTS),
-        ("query", "documents"),
-        {"query": _string("What is looked for."), "documents": {"type": "array"}},
-    ),
-    "images": _Api("Make pictures.", _PICTURES, ("prompt",), {"prompt": _string("What to show."), **_PICTURE_FIELDS}),
-    "image_edits": _Api(
-        "Change a picture.",
-        _PICTURES,
-        fields={"image": _FILE, "mask": _FILE, "prompt": _string("What to show.", minLength=1), **_PICTURE_FIELDS},
-    ),
-    "image_variations": _Api("Make others like a picture.", _PICTURES, fields={"image": _FILE, **_PICTURE_FIELDS}),
-    "transcriptions": _Api(
-        "Write down what is said.", _TRANSCRIPT, fields={"language": _string("Such as en."), **_SOUND_FIELDS}
-    ),
-    "translations": _Api("Write down in English what is said.", _TRANSCRIPT, fields=_SOUND_FIELDS),
-    "messages": _Api(
-        "Continue a conversation, as Anthropic's Messages have it.",
-        _object("content", content=_OBJECTS, model={"type": "string"}, usage={"type": "object"}),
-        ("messages", "max_tokens"),
-        {"messages": _OBJECTS, "max_tokens": _field("integer", "How long the answer may be."), "stream": _STREAM},
-    ),
-    "responses": _Api(
-        "Continue a conversation, as OpenAI's Responses have it. Nothing is stored.",
-        _object("output", output=_OBJECTS, model={"type": "string"}, usage={"type": ["object", "null"]}),
-        ("input",),
-        {"input": {"type": ["string", "array"], "description": "A text, or items."}, "stream": _STREAM},
-    ),
-    "count_tokens": _Api(
-        "Count the tokens of a request to /v1/messages.",
-        _object("input_tokens", input_tokens={"type": "integer"}),
-        ("messages",),
-        {"messages": _OBJECTS},
-    ),
-    "speech": _Api(
-        "Say a text.",
-        None,
-        ("input",),
-        {
-            "input": _string("What to say."),
-            "voice": {"type": ["string", "object"]},
-            "response_format": _string("mp3, wav and others that the engine can."),
-        },
-    ),
 }

@@ -20,7 +20,7 @@ from greenroom.base.detached import run_detached
 from greenroom.base.names import public_name
 from greenroom.config.hub import whisper_names, whisper_repository
 from greenroom.config.sections.governance import Operation
-from greenroom.dialects.ollama_request import LATEST
+from greenroom.dialects.ollama.requests import LATEST
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, shown
 from greenroom.features.governance.gate import Done
 from greenroom.features.library.downloads import Downloads

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from greenroom.dialects.dialect import Route
 from greenroom.errors import BadRequest, GatewayBug, OperationStoreFull, shown
 from greenroom.http.exchange import RawReceiver
 from greenroom.http.headers import NEVER_FORWARDED
 from greenroom.http.request import Head
 from greenroom.runtime.operations.files import ResultPart
 from greenroom.serving.ask import OUR_HEADERS
-from greenroom.serving.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX, Route
+from greenroom.serving.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX
 
 # Headers that the answer with the result has of its own.
 _OF_THE_MOMENT: Final = frozenset((b"connection", b"content-length", b"date", b"x-request-id", b"x-accel-buffering"))

@@ -18,6 +18,7 @@ from greenroom.access.keys import Caller
 from greenroom.config.part import Part
 from greenroom.core.events import Learned
 from greenroom.core.model import ModelId
+from greenroom.dialects.dialect import Route
 from greenroom.errors import (
     BadRequest,
     BodiesFull,
@@ -51,7 +52,6 @@ from greenroom.serving import render
 from greenroom.serving.ask import Ask
 from greenroom.serving.body.long_body import LongBody
 from greenroom.serving.requests import Inference
-from greenroom.serving.routes import Route
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("jobs")

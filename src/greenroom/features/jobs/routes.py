@@ -22,6 +22,7 @@ from greenroom.api.asgi import asked_by_admin, body_of, caller_of
 from greenroom.api.declared import NEVER, Routes, delete, get, post
 from greenroom.base.detached import run_detached
 from greenroom.config.marks import Described
+from greenroom.dialects.dialect import Route
 from greenroom.errors import (
     BadRequest,
     GreenroomError,
@@ -43,7 +44,6 @@ from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.serving import render
 from greenroom.serving.body.long_body import SHORT_BYTES
 from greenroom.serving.requests import Inference
-from greenroom.serving.routes import Route
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("jobs")

@@ -24,9 +24,9 @@ from greenroom.api.views import ModelView
 from greenroom.base.names import public_name
 from greenroom.config.schema import Ability
 from greenroom.core.model import Tier
-from greenroom.dialects.ollama_answer import LINES
-from greenroom.dialects.ollama_request import pulled, tagged, untagged
-from greenroom.dialects.shapes import Dialect
+from greenroom.dialects.ollama import OLLAMA
+from greenroom.dialects.ollama.answers import LINES
+from greenroom.dialects.ollama.requests import pulled, tagged, untagged
 from greenroom.errors import BadRequest, FetchFailed, ModelNotFound
 from greenroom.features.library.downloads import Downloads
 from greenroom.features.library.routes import LibraryRoutes
@@ -185,7 +185,7 @@ class OllamaRoutes(Routes):
             yield _line({"status": "success"})
         else:
             error, is_admin = FetchFailed(_why(now)), asked_by_admin(request)
-            yield render.error_event(error, "", to_operator=is_admin, dialect=Dialect.OLLAMA)
+            yield render.error_event(error, "", to_operator=is_admin, dialect=OLLAMA)
 
     def _record(self, path: str | None) -> LibraryRecord | None:
         return None if path is None else self._library.find(path)

@@ -33,6 +33,7 @@ from greenroom.dialects.neutral import (
     read,
     read_tools,
     refuse_fields,
+    tokens_max,
 )
 from greenroom.errors import BadRequest
 
@@ -105,7 +106,6 @@ _text_config: Final = msgspec.json.Decoder(_TextConfig | None)
 _reasoning: Final = msgspec.json.Decoder(_Reasoning | None)
 _text: Final = msgspec.json.Decoder(str | None)
 _flag: Final = msgspec.json.Decoder(bool | None)
-_whole: Final = msgspec.json.Decoder(int | None)
 _number: Final = msgspec.json.Decoder(int | float | None)
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -144,19 +144,12 @@ def read_response(fields: Fields) -> Conversation:
         tools=tools,
         tool_choice=choice,
         one_tool_at_once=read(fields, "parallel_tool_calls", _flag) is False,
-        tokens_max=_tokens_max(fields),
+        tokens_max=tokens_max(fields, "max_output_tokens"),
         sampling={name: value for name in _SAMPLING if (value := read(fields, name, _number)) is not None},
         schema=schema,
         any_json=any_json,
         effort=None if effort is None else effort.effort,
     )
-
-
-def _tokens_max(fields: Fields) -> int | None:
-    said: int | None = read(fields, "max_output_tokens", _whole)
-    if said is not None and said < 1:
-        raise BadRequest("max_output_tokens is a number above 0.", param="max_output_tokens")
-    return said
 
 
 def _format(fields: Fields) -> tuple[Raw | None, bool]:
@@ -200,7 +193,7 @@ def _turns(said: str | list[_Item] | None) -> Iterator[Turn]:
     if isinstance(said, str):
         yield Turn("user", (Text(said),))
         return
-    # What the assistant thought, said and called is one turn of chat.
+    # Reasoning, text and calls of the assistant is one turn of chat.
     assistant: list[Part] = []
     for item in said or ():
         role = _role(item)
@@ -245,8 +238,8 @@ def _parts(item: _Item) -> Iterator[Part]:
     elif item.type == "reasoning":
         # Encrypted reasoning can be read by OpenAI's servers alone.
         content = decoded(item.content, "input", _content)
-        thought = content if isinstance(content, list) and content else decoded(item.summary, "input", _summary)
-        if text := "\n".join(part.text for part in thought or () if part.text):
+        reasoning = content if isinstance(content, list) and content else decoded(item.summary, "input", _summary)
+        if text := "\n".join(part.text for part in reasoning or () if part.text):
             yield Reasoning(text)
     elif _is_call(item):
         yield _call(item)

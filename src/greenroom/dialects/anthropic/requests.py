@@ -33,6 +33,7 @@ from greenroom.dialects.neutral import (
     of_types,
     read,
     read_tools,
+    tokens_max,
 )
 from greenroom.errors import BadRequest
 
@@ -103,7 +104,6 @@ _tool: Final = msgspec.json.Decoder(_AnthropicTool)
 _choice: Final = msgspec.json.Decoder(_AnthropicChoice | None)
 _thinking: Final = msgspec.json.Decoder(_Thinking | None)
 _output: Final = msgspec.json.Decoder(_Output | None)
-_whole: Final = msgspec.json.Decoder(int | None)
 _number: Final = msgspec.json.Decoder(int | float | None)
 _strings: Final = msgspec.json.Decoder(list[str] | None)
 
@@ -146,20 +146,13 @@ def _read(fields: Fields) -> Conversation:
         tools=tools,
         tool_choice=chosen,
         one_tool_at_once=choice is not None and choice.disable_parallel_tool_use is True,
-        tokens_max=_tokens_max(fields),
+        tokens_max=tokens_max(fields, "max_tokens"),
         stops=tuple(read(fields, "stop_sequences", _strings) or ()),
         sampling=numbers,
         schema=_schema(fields, output),
         thinks=None if thinking is None else _THINKS.get(thinking.type),
         effort=None if output is None else output.effort,
     )
-
-
-def _tokens_max(fields: Fields) -> int | None:
-    said: int | None = read(fields, "max_tokens", _whole)
-    if said is not None and said < 1:
-        raise BadRequest("max_tokens is a number above 0.", param="max_tokens")
-    return said
 
 
 def _schema(fields: Fields, output: _Output | None) -> Raw | None:

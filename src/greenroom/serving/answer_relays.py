@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
+from greenroom.dialects.translation import JSON, AnswerTranslator, Translation
 from greenroom.errors import EngineFault
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
@@ -22,48 +23,6 @@ ANSWER_OBJECTS_MAX: Final = 100_000
 COUNTED_BYTES: Final = 256 * 1024
 # Longer ones are translated as they come, if they can be.
 LONG_BYTES: Final = 1024 * 1024
-_JSON: Final = b"application/json"
-
-
-class EventTranslator(Protocol):
-    """Takes the bytes of an engine's stream and returns whole events for the client."""
-
-    @property
-    def failure(self) -> str | None:
-        """What the engine said if it ended its stream with an error; the client was told."""
-        ...
-
-    def feed(self, data: bytes) -> bytes: ...
-
-    def flush(self) -> bytes:
-        """The events after the last ones of the engine."""
-        ...
-
-
-class AnswerTranslation(Protocol):
-    """How one answer is translated."""
-
-    @property
-    def stream_type(self) -> bytes:
-        """The media type of the client's stream."""
-        ...
-
-    @property
-    def bytes_max(self) -> int:
-        """A longer answer is refused: it is held in memory, and what is read of it takes time of all callers."""
-        ...
-
-    def stream(self) -> EventTranslator | None:
-        """For a stream; None: it passes as it is."""
-        ...
-
-    def whole(self, status: int, body: bytes) -> bytes:
-        """For any other answer. Raises EngineFault if it cannot be read."""
-        ...
-
-    def long(self) -> EventTranslator | None:
-        """For a good one above LONG_BYTES; None: it is held like the others. What has failed is cut."""
-        ...
 
 
 class TranslatingRelay(Relay):
@@ -74,7 +33,7 @@ class TranslatingRelay(Relay):
     def __init__(
         self,
         exchange: Exchange,
-        translation: AnswerTranslation,
+        translation: Translation,
         options: RelayOptions,
         *,
         committed: bool = False,
@@ -82,7 +41,7 @@ class TranslatingRelay(Relay):
     ) -> None:
         self._translation = translation
         # Set once the engine streams.
-        self._events: EventTranslator | None = None
+        self._events: AnswerTranslator | None = None
         # Of an answer that is held, as far as it has come.
         self._objects = 0
         super().__init__(exchange, options, committed=committed, on_done=on_done)
@@ -125,7 +84,7 @@ class TranslatingRelay(Relay):
         if not self._is_streamed():
             # Also the events of an error are read as a whole.
             self._counter = None
-            self.headers = _with_type(headers, _JSON)
+            self.headers = _with_type(headers, JSON)
             return
         self._events = self._translation.stream()
         if self._events is not None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
 
-from greenroom.dialects.anthropic_request import read_messages, read_to_count
-from greenroom.dialects.neutral import AnswerContext, Delta, Tokens, ToolPiece
-from greenroom.dialects.shapes import Dialect
-from greenroom.dialects.translation import ChatTranslation
+from greenroom.dialects.anthropic.requests import read_messages, read_to_count
+from greenroom.dialects.errors import ErrorShape
+from greenroom.dialects.heartbeat import StreamShape
+from greenroom.dialects.neutral import AnswerContext, Delta, Tokens, ToolDelta, arguments_of
+from greenroom.dialects.translation import Translation, to_chat
 
 _REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
 _DELTA: Final = (
@@ -27,19 +29,43 @@ _DELTAS: Final[dict[str | int, tuple[bytes, bytes]]] = {
 }
 _ARGUMENTS: Final = (b"input_json_delta", b"partial_json")
 _encode: Final = msgspec.json.Encoder().encode
+_ERROR_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
 
 
-def messages_translation(frame: AnswerContext, is_stream: bool) -> ChatTranslation:
-    writer = MessageWriter(frame)
-    return ChatTranslation(Dialect.ANTHROPIC, read_messages, writer.whole, writer if is_stream else None)
+class AnthropicErrors(ErrorShape):
+    def body(self, status: int, error: Mapping[str, Any], request_id: str) -> dict[str, Any]:
+        kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {**error, "type": kind}, "request_id": request_id or None}
+
+    def event(self, body: bytes, number: int) -> bytes:
+        return b"event: error\ndata: %b\n\n" % body
 
 
-def count_translation(frame: AnswerContext, is_stream: bool) -> ChatTranslation:
-    return ChatTranslation(Dialect.ANTHROPIC, read_to_count, count_body, None)
+ERRORS: Final = AnthropicErrors()
+PING: Final = StreamShape(lambda *_: b'event: ping\ndata: {"type":"ping"}\n\n')
+
+
+def messages_translation(context: AnswerContext, is_stream: bool) -> Translation:
+    writer = MessageWriter(context)
+    return to_chat(ERRORS, read_messages, writer.whole, writer if is_stream else None)
+
+
+def count_translation(context: AnswerContext, is_stream: bool) -> Translation:
+    return to_chat(ERRORS, read_to_count, count_body, None)
 
 
 class MessageWriter:
-    """Writes a message. One block is open at a time: what was thought, what is said, or a call of a tool.
+    """Writes a message. One block is open at a time: reasoning, a text, or a call of a tool.
 
     What comes for another block while the arguments of a call are not whole is held back until the end.
     """
@@ -50,7 +76,7 @@ class MessageWriter:
         "_arguments",
         "_block",
         "_calls",
-        "_frame",
+        "_context",
         "_has_begun",
         "_held",
         "_index",
@@ -59,8 +85,8 @@ class MessageWriter:
         "_tokens",
     )
 
-    def __init__(self, frame: AnswerContext) -> None:
-        self._frame = frame
+    def __init__(self, context: AnswerContext) -> None:
+        self._context = context
         self._has_begun = False
         # The open block, which is of a kind or the place of a call; its index, and the arguments of a call so far.
         self._block: str | int | None = None
@@ -68,34 +94,34 @@ class MessageWriter:
         self._arguments: list[str] = []
         # Calls that have begun, and what is held back for each block, with the call that opens it.
         self._calls: set[int] = set()
-        self._held: dict[str | int, tuple[ToolPiece | None, list[str]]] = {}
+        self._held: dict[str | int, tuple[ToolDelta | None, list[str]]] = {}
         self._reason: str | None = None
         self._stop: str | None = None
         self._tokens = Tokens()
 
     def whole(self, answer: Delta) -> bytes:
         content: list[dict[str, Any]] = []
-        if answer.thought:
-            content.append({"type": "thinking", "thinking": answer.thought, "signature": ""})
-        if answer.text or not (answer.tools or answer.thought):
+        if answer.reasoning:
+            content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+        if answer.text or not (answer.tools or answer.reasoning):
             content.append({"type": "text", "text": answer.text})
         for tool in answer.tools:
-            content.append({**_use(tool, self._frame), "input": _input(tool.arguments)})
+            content.append({**_use(tool, self._context), "input": arguments_of(tool.arguments)})
         reason = _reason(answer.reason, answer.stop, has_calls=bool(answer.tools))
         return _encode(self._message(content, reason, answer.tokens or Tokens(), answer.stop))
 
-    def piece(self, piece: Delta) -> bytes:
+    def write(self, delta: Delta) -> bytes:
         written = [] if self._has_begun else [self._begin()]
-        if piece.thought:
-            written += self._say("thinking", piece.thought)
-        if piece.text:
-            written += self._say("text", piece.text)
-        for tool in piece.tools:
+        if delta.reasoning:
+            written += self._say("thinking", delta.reasoning)
+        if delta.text:
+            written += self._say("text", delta.text)
+        for tool in delta.tools:
             written += self._say(tool.place, tool.arguments, tool)
-        if piece.reason is not None:
-            self._reason, self._stop = piece.reason, piece.stop
-        if piece.tokens is not None:
-            self._tokens = piece.tokens
+        if delta.reason is not None:
+            self._reason, self._stop = delta.reason, delta.stop
+        if delta.tokens is not None:
+            self._tokens = delta.tokens
         return b"".join(written)
 
     def end(self) -> bytes:
@@ -122,17 +148,17 @@ class MessageWriter:
         self, content: list[dict[str, Any]], reason: str | None, tokens: Tokens, stop: str | None = None
     ) -> dict[str, Any]:
         return {
-            "id": f"msg_{self._frame.id}",
+            "id": f"msg_{self._context.id}",
             "type": "message",
             "role": "assistant",
-            "model": self._frame.model,
+            "model": self._context.model,
             "content": content,
             "stop_reason": reason,
             "stop_sequence": stop,
             "usage": _usage(tokens),
         }
 
-    def _say(self, block: str | int, text: str, call: ToolPiece | None = None) -> list[bytes]:
+    def _say(self, block: str | int, text: str, call: ToolDelta | None = None) -> list[bytes]:
         """Add to a block, which is opened if it is not and if the open one may end."""
         written = []
         if block != self._block:
@@ -159,14 +185,14 @@ class MessageWriter:
         except (msgspec.DecodeError, RecursionError):
             return False
 
-    def _open(self, block: str | int, call: ToolPiece | None) -> bytes:
+    def _open(self, block: str | int, call: ToolDelta | None) -> bytes:
         self._block = block
         self._index += 1
         content = _EMPTY.get(block, {})
         if call is not None:
             self._calls.add(call.place)
             self._arguments = []
-            content = {**_use(call, self._frame), "input": {}}
+            content = {**_use(call, self._context), "input": {}}
         return _event("content_block_start", {"index": self._index, "content_block": content})
 
     def _close(self) -> list[bytes]:
@@ -197,17 +223,8 @@ def _event(kind: str, more: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **more}))
 
 
-def _use(tool: ToolPiece, frame: AnswerContext) -> dict[str, Any]:
-    return {"type": "tool_use", "id": tool.id or f"toolu_{frame.id}_{tool.place}", "name": tool.name or ""}
-
-
-def _input(arguments: str) -> Any:
-    """The arguments as JSON; an engine that was cut off may send half of them."""
-    try:
-        found = msgspec.json.decode(arguments or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        return {"arguments": arguments}
-    return found if isinstance(found, dict) else {"arguments": found}
+def _use(tool: ToolDelta, context: AnswerContext) -> dict[str, Any]:
+    return {"type": "tool_use", "id": tool.id or f"toolu_{context.id}_{tool.place}", "name": tool.name or ""}
 
 
 def _reason(reason: str | None, stop: str | None, *, has_calls: bool) -> str:

@@ -5,17 +5,15 @@ Owns the translation where the caller uses one form and the engine the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
 from msgspec import Raw
 
-from greenroom.dialects.chat import TEXT_BYTES_MAX, error_message
+from greenroom.dialects.errors import ErrorShape
 from greenroom.dialects.neutral import Fields, read, refuse_fields
-from greenroom.dialects.shapes import Dialect, engine_error
-from greenroom.dialects.translation import nothing
+from greenroom.dialects.translation import JSON, Translation
 from greenroom.errors import BadRequest, EngineFault
 
 TOKENIZE_PATH: Final = b"/tokenize"
@@ -36,14 +34,35 @@ _NUMBERS: Final = b"0123456789, \t\r\n"
 _encode: Final = msgspec.json.Encoder().encode
 
 
-def tokenize_translation(fields: Fields, *, engine_is_vllm: bool) -> TokenizeTranslation | None:
+class LlamaServerErrors(ErrorShape):
+    def body(self, status: int, error: Mapping[str, Any], request_id: str) -> dict[str, Any]:
+        return {"error": {**error, "code": status}}
+
+
+ERRORS: Final = LlamaServerErrors()
+
+
+def tokenize_translation(fields: Fields, *, engine_is_vllm: bool) -> Translation | None:
     """None if the engine has the caller's fields. Raises BadRequest for what the other one cannot do."""
     if engine_is_vllm and LLAMACPP_FIELD in fields:
-        return TokenizeTranslation(_to_vllm, lambda tokens: {"tokens": tokens})
+        return _translation(_to_vllm, lambda tokens: {"tokens": tokens})
     if not engine_is_vllm and LLAMACPP_FIELD not in fields:
         refuse_fields(fields, ("messages",), "cannot be counted by llama.cpp here; ask /v1/messages/count_tokens.")
-        return TokenizeTranslation(_to_llamacpp, lambda tokens: {"count": _count(bytes(tokens)), "tokens": tokens})
+        return _translation(_to_llamacpp, lambda tokens: {"count": _count(bytes(tokens)), "tokens": tokens})
     return None
+
+
+def _translation(request: Callable[[Fields], Fields], write: Callable[[Raw], dict[str, Any]]) -> Translation:
+    def answer(body: bytes) -> bytes:
+        try:
+            tokens = _tokens.decode(body).tokens
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise EngineFault("The engine answered no list of tokens.", details=str(error)) from None
+        if bytes(tokens).translate(None, _NUMBERS) != b"[]":
+            raise EngineFault("The engine answered no list of tokens.")
+        return _encode(write(tokens))
+
+    return Translation(ERRORS, TOKENIZE_PATH, request, answer, stream_type=JSON)
 
 
 def _to_vllm(fields: Fields) -> Fields:
@@ -58,34 +77,6 @@ def _to_llamacpp(fields: Fields) -> Fields:
         raise BadRequest("content is missing: it says which text to tokenize.", param="content")
     special = read(fields, "add_special_tokens", _flag) is not False
     return {"model": fields["model"], "content": fields[VLLM_FIELD], "add_special": Raw(_encode(special))}
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizeTranslation:
-    request: Callable[[Fields], Fields]
-    write: Callable[[Raw], dict[str, Any]]
-    stream_type: bytes = b"application/json"
-    path: bytes = TOKENIZE_PATH
-    bytes_max: int = TEXT_BYTES_MAX
-    long: Callable[[], None] = nothing
-
-    def stream(self) -> None:
-        return None
-
-    def next_number(self, sent: bytes) -> int:
-        return 0
-
-    def whole(self, status: int, body: bytes) -> bytes:
-        """Raises EngineFault if a good answer cannot be read."""
-        if status != 200:
-            return engine_error(Dialect.LLAMACPP, status, error_message(body))
-        try:
-            tokens = _tokens.decode(body).tokens
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise EngineFault("The engine answered no list of tokens.", details=str(error)) from None
-        if bytes(tokens).translate(None, _NUMBERS) != b"[]":
-            raise EngineFault("The engine answered no list of tokens.")
-        return _encode(self.write(tokens))
 
 
 def _count(tokens: bytes) -> int:

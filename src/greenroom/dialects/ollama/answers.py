@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
 from msgspec import Raw
 
-from greenroom.dialects.chat import TEXT_BYTES_MAX, error_message
-from greenroom.dialects.neutral import AnswerContext, Conversation, Delta, Fields, Tokens, ToolPiece
-from greenroom.dialects.ollama_request import (
+from greenroom.dialects.chat import TEXT_BYTES_MAX
+from greenroom.dialects.errors import ErrorShape
+from greenroom.dialects.heartbeat import StreamShape
+from greenroom.dialects.neutral import AnswerContext, Conversation, Delta, Fields, Tokens, ToolDelta, arguments_of
+from greenroom.dialects.ollama.requests import (
     embed_fields,
     embedding_fields,
     is_unload,
@@ -21,8 +22,7 @@ from greenroom.dialects.ollama_request import (
     read_chat,
     read_generate,
 )
-from greenroom.dialects.shapes import Dialect, engine_error
-from greenroom.dialects.translation import ANSWER_BYTES_MAX, ChatTranslation, nothing
+from greenroom.dialects.translation import ANSWER_BYTES_MAX, AnswerTranslator, Translation, nothing, to_chat
 from greenroom.errors import EngineFault
 
 LINES: Final = b"application/x-ndjson"
@@ -31,17 +31,34 @@ _NS_A_MS: Final = 1_000_000
 _encode: Final = msgspec.json.Encoder().encode
 
 
-def chat_translation(frame: AnswerContext, is_stream: bool) -> ChatTranslation:
-    return _translation(OllamaAnswer(frame, is_chat=True), read_chat, is_stream)
+class OllamaErrors(ErrorShape):
+    def body(self, status: int, error: Mapping[str, Any], request_id: str) -> dict[str, Any]:
+        return {"error": error["message"]}
+
+    def event(self, body: bytes, number: int) -> bytes:
+        return body + b"\n"
 
 
-def generate_translation(frame: AnswerContext, is_stream: bool) -> ChatTranslation:
-    return _translation(OllamaAnswer(frame, is_chat=False), read_generate, is_stream)
+def _lines(*, is_chat: bool) -> StreamShape:
+    return StreamShape(
+        lambda *context: OllamaAnswer(AnswerContext(*context), is_chat=is_chat).line("") + b"\n", has_comments=False
+    )
 
 
-def _translation(
-    answer: OllamaAnswer, read: Callable[[Fields], Conversation | None], is_stream: bool
-) -> ChatTranslation:
+ERRORS: Final = OllamaErrors()
+CHAT: Final = _lines(is_chat=True)
+GENERATE: Final = _lines(is_chat=False)
+
+
+def chat_translation(context: AnswerContext, is_stream: bool) -> Translation:
+    return _translation(OllamaAnswer(context, is_chat=True), read_chat, is_stream)
+
+
+def generate_translation(context: AnswerContext, is_stream: bool) -> Translation:
+    return _translation(OllamaAnswer(context, is_chat=False), read_generate, is_stream)
+
+
+def _translation(answer: OllamaAnswer, read: Callable[[Fields], Conversation | None], is_stream: bool) -> Translation:
     def read_or_load(fields: Fields) -> Conversation:
         asked = read(fields)
         if asked is None:
@@ -54,7 +71,7 @@ def _translation(
         return answer.end() if is_stream else answer.whole(Delta())
 
     writer = answer if is_stream else None
-    return ChatTranslation(Dialect.OLLAMA, read_or_load, answer.whole, writer, LINES, if_cold=unloaded)
+    return to_chat(ERRORS, read_or_load, answer.whole, writer, LINES, if_cold=unloaded)
 
 
 class OllamaAnswer:
@@ -64,57 +81,57 @@ class OllamaAnswer:
     number: Final = 0
     __slots__ = ("_calls", "_created", "_is_chat", "_model", "_reason", "_tokens", "loads")
 
-    def __init__(self, frame: AnswerContext, *, is_chat: bool) -> None:
-        self._model = frame.model
-        self._created = _time(frame.created)
+    def __init__(self, context: AnswerContext, *, is_chat: bool) -> None:
+        self._model = context.model
+        self._created = _time(context.created)
         self._is_chat = is_chat
         # Calls whose arguments are still coming: they are sent as objects.
-        self._calls: dict[int, ToolPiece] = {}
+        self._calls: dict[int, ToolDelta] = {}
         self._reason = "stop"
         self._tokens = Tokens()
         self.loads: str | None = None
 
     def whole(self, answer: Delta) -> bytes:
         if self.loads is not None:
-            return self._line("", done=self.loads)
+            return self.line("", done=self.loads)
         reason = "length" if answer.reason == "length" else "stop"
         tokens = answer.tokens or Tokens()
-        return self._line(answer.text, answer.thought, list(answer.tools), done=reason, tokens=tokens)
+        return self.line(answer.text, answer.reasoning, list(answer.tools), done=reason, tokens=tokens)
 
-    def piece(self, piece: Delta) -> bytes:
-        if piece.tokens is not None:
-            self._tokens = piece.tokens
-        if piece.reason == "length":
+    def write(self, delta: Delta) -> bytes:
+        if delta.tokens is not None:
+            self._tokens = delta.tokens
+        if delta.reason == "length":
             self._reason = "length"
-        for tool in piece.tools:
+        for tool in delta.tools:
             self._note(tool)
-        if self.loads is not None or not (piece.text or piece.thought):
+        if self.loads is not None or not (delta.text or delta.reasoning):
             return b""
-        return self._line(piece.text, piece.thought) + b"\n"
+        return self.line(delta.text, delta.reasoning) + b"\n"
 
     def end(self) -> bytes:
         """The calls, which are whole now, and the figures."""
         if self.loads is not None:
-            return self._line("", done=self.loads) + b"\n"
-        calls = self._line("", tools=list(self._calls.values())) + b"\n" if self._calls else b""
-        return calls + self._line("", done=self._reason, tokens=self._tokens) + b"\n"
+            return self.line("", done=self.loads) + b"\n"
+        calls = self.line("", tools=list(self._calls.values())) + b"\n" if self._calls else b""
+        return calls + self.line("", done=self._reason, tokens=self._tokens) + b"\n"
 
-    def _note(self, tool: ToolPiece) -> None:
+    def _note(self, tool: ToolDelta) -> None:
         known = self._calls.get(tool.place)
         if known is not None:
             tool = known._replace(arguments=known.arguments + tool.arguments, name=known.name or tool.name)
         self._calls[tool.place] = tool
 
-    def _line(
+    def line(
         self,
         text: str,
-        thought: str = "",
-        tools: list[ToolPiece] | None = None,
+        reasoning: str = "",
+        tools: list[ToolDelta] | None = None,
         done: str | None = None,
         tokens: Tokens | None = None,
     ) -> bytes:
         line: dict[str, Any] = {"model": self._model, "created_at": self._created}
-        beside: dict[str, Any] = {"thinking": thought} if thought else {}
+        beside: dict[str, Any] = {"thinking": reasoning} if reasoning else {}
         if not self._is_chat:
             line |= {"response": text, **beside}
         else:
@@ -126,16 +143,8 @@ class OllamaAnswer:
         return _encode(line if tokens is None else line | _figures(tokens))
 
 
-def _call(tool: ToolPiece) -> dict[str, Any]:
-    return {"function": {"index": tool.place, "name": tool.name or "", "arguments": _arguments(tool.arguments)}}
-
-
-def _arguments(said: str) -> Any:
-    try:
-        found = msgspec.json.decode(said or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        return {"arguments": said}
-    return found if isinstance(found, dict) else {"arguments": found}
+def _call(tool: ToolDelta) -> dict[str, Any]:
+    return {"function": {"index": tool.place, "name": tool.name or "", "arguments": arguments_of(tool.arguments)}}
 
 
 def _figures(tokens: Tokens) -> dict[str, int]:
@@ -176,25 +185,35 @@ _VECTOR: Final = re.compile(rb'"embedding"\s*:\s*\[')
 _PLACE: Final = Raw(b"[0]")
 
 
-def embed_translation(frame: AnswerContext, is_stream: bool) -> EmbeddingTranslation:
+def embed_translation(context: AnswerContext, is_stream: bool) -> Translation:
     def write(vectors: list[Raw], tokens: int) -> dict[str, Any]:
-        return _embed(frame, vectors, tokens)
+        figures = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": tokens}
+        return {"model": context.model, "embeddings": vectors, **figures}
 
-    return EmbeddingTranslation(embed_fields, write, lambda: LongVectors(write))
-
-
-def embeddings_translation(frame: AnswerContext, is_stream: bool) -> EmbeddingTranslation:
-    return EmbeddingTranslation(embedding_fields, lambda vectors, tokens: {"embedding": vectors[0]})
+    return _embeddings(embed_fields, write, lambda: LongVectors(write))
 
 
-def _embed(frame: AnswerContext, vectors: list[Raw], tokens: int) -> dict[str, Any]:
-    return {
-        "model": frame.model,
-        "embeddings": vectors,
-        "total_duration": 0,
-        "load_duration": 0,
-        "prompt_eval_count": tokens,
-    }
+def embeddings_translation(context: AnswerContext, is_stream: bool) -> Translation:
+    return _embeddings(embedding_fields, lambda vectors, tokens: {"embedding": vectors[0]})
+
+
+def _embeddings(
+    request: Callable[[Fields], Fields],
+    write: Callable[[list[Raw], int], dict[str, Any]],
+    long: Callable[[], AnswerTranslator | None] = nothing,
+) -> Translation:
+    """To OpenAI's embeddings and back. Vectors stay the bytes that the engine sent."""
+
+    def answer(body: bytes) -> bytes:
+        read = _read_vectors(body)
+        vectors = [vector.embedding for vector in sorted(read.data, key=lambda vector: vector.index)]
+        if not vectors:
+            raise EngineFault("The engine answered no embedding.")
+        return _encode(write(vectors, (read.usage or _EmbeddingUsage()).prompt_tokens))
+
+    return Translation(
+        ERRORS, EMBEDDINGS_PATH, request, answer, stream_type=LINES, bytes_max=ANSWER_BYTES_MAX, long=long
+    )
 
 
 def _read_vectors(body: bytes) -> _Embeddings:
@@ -244,7 +263,7 @@ class LongVectors:
         except EngineFault as error:
             self.failure = self.failure or error.public
             return b""
-        places = [one.index for one in answer.data]
+        places = [vector.index for vector in answer.data]
         if not places or places != sorted(places):
             self.failure = "Its vectors are missing, or not in their order."
         return self._ends((answer.usage or _EmbeddingUsage()).prompt_tokens)[1]
@@ -253,32 +272,3 @@ class LongVectors:
         """What is before the first vector, and behind the last one."""
         before, _, behind = _encode(self._write([_PLACE], tokens)).rpartition(bytes(_PLACE))
         return before, behind
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingTranslation:
-    """To OpenAI's embeddings and back. Vectors stay the bytes that the engine sent."""
-
-    request: Callable[[Fields], Fields]
-    write: Callable[[list[Raw], int], dict[str, Any]]
-    long: Callable[[], LongVectors | None] = nothing
-    dialect: Dialect = Dialect.OLLAMA
-    stream_type: bytes = LINES
-    path: bytes = EMBEDDINGS_PATH
-    bytes_max: int = ANSWER_BYTES_MAX
-
-    def stream(self) -> None:
-        return None
-
-    def next_number(self, sent: bytes) -> int:
-        return 0
-
-    def whole(self, status: int, body: bytes) -> bytes:
-        """Raises EngineFault if a good answer cannot be read."""
-        if status != 200:
-            return engine_error(self.dialect, status, error_message(body))
-        answer = _read_vectors(body)
-        vectors = [one.embedding for one in sorted(answer.data, key=lambda one: one.index)]
-        if not vectors:
-            raise EngineFault("The engine answered no embedding.")
-        return _encode(self.write(vectors, (answer.usage or _EmbeddingUsage()).prompt_tokens))

@@ -6,22 +6,17 @@ whole ones may be 1.0, null is a field that was not sent, and fields without an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta, Raw
 
+from greenroom.dialects.dialect import READ_BYTES_MAX, BodyCheck, Read
 from greenroom.errors import BadRequest, NoAbility, shown
-from greenroom.serving.body.peek import MESSAGES, Fields
 
-Read = Callable[[Raw], object]
-TOOLS, FUNCTION = "tools", "function"
-# Larger fields are left to the engine.
-READ_BYTES_MAX: Final = 256 * 1024
+MESSAGES, TOOLS, FUNCTION = "messages", "tools", "function"
 _NULL: Final = Raw(b"null")
-# Values that hold nothing to answer.
-_NOTHING: Final = (_NULL, Raw(b"[]"), Raw(b"{}"))
 
 
 class _Message(msgspec.Struct):
@@ -63,40 +58,6 @@ _SAMPLING: Final[Mapping[str, Read]] = {
     "max_tokens": _limit,
     "n": _count,
 }
-
-
-class BodyCheck:
-    """`needs`: of each of these, one field must hold something. `reads`: how fields are read that have a type."""
-
-    __slots__ = ("_needs", "_reads")
-
-    def __init__(self, *needs: tuple[str, ...], reads: Mapping[str, Read]) -> None:
-        self._needs = needs
-        self._reads = reads
-
-    def check(self, fields: Fields, size: int, puts: Mapping[str, bytes], drops: Set[str]) -> None:
-        """Raises BadRequest, which names the field. `size` is the body's. What the operator sets (`puts`) or strips
-        (`drops`) is not read, and large fields are not either: the event loop waits for what is read here.
-        """
-        for names in self._needs:
-            for name in names:
-                raw = fields.get(name)
-                if (raw is not None and raw not in _NOTHING) or name in puts:
-                    break
-            else:
-                raise BadRequest(f"{' or '.join(names)} is missing or empty.", param=names[0])
-        if size > READ_BYTES_MAX:
-            fields = {name: raw for name, raw in fields.items() if len(memoryview(raw)) <= READ_BYTES_MAX}
-        reads, name = self._reads, ""
-        try:
-            for name, raw in fields.items():
-                read = reads.get(name)
-                if read is not None and name not in puts and name not in drops:
-                    read(raw)
-        except (msgspec.DecodeError, ValueError) as error:
-            raise BadRequest(f"{name}: {error}.", param=name) from None
-        except RecursionError:
-            raise BadRequest(f"{name} is nested too deeply.", param=name) from None
 
 
 class _Tool(msgspec.Struct):

@@ -11,16 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from greenroom.dialects.anthropic_answer import messages_translation
+from greenroom.dialects.anthropic.answers import messages_translation
 from greenroom.dialects.neutral import AnswerContext
-from greenroom.dialects.ollama_answer import embed_translation
+from greenroom.dialects.ollama.answers import embed_translation
+from greenroom.dialects.translation import Translation
 from greenroom.errors import EngineLost, ResultTooLarge
 from greenroom.http.body import Body, BodyBudget
 from greenroom.http.exchange import Exchange, RawReceiver
 from greenroom.http.limits import EdgeLimits, EdgeState
 from greenroom.http.relays.relay import RelayOptions, RelayOutcome
-from greenroom.http.relays.translated import LONG_BYTES, AnswerTranslation, NameFilter, TranslatingRelay
 from greenroom.http.request import Head
+from greenroom.serving.answer_relays import LONG_BYTES, NameFilter, TranslatingRelay
 from greenroom.serving.buffered import BufferedRelay
 
 PIECE_BYTES = 256 * 1024
@@ -50,7 +51,7 @@ def answered(body: bytes, status: int = 200) -> tuple[TranslatingRelay, bytes]:
 
 
 def relayed(
-    body: bytes, translation: AnswerTranslation, status: int = 200, piece_bytes: int = PIECE_BYTES
+    body: bytes, translation: Translation, status: int = 200, piece_bytes: int = PIECE_BYTES
 ) -> tuple[TranslatingRelay, SeenWire]:
     wire = SeenWire()
     head = Head(b"POST", b"/v1/messages", [], "1.1", "", keep_alive=True)
