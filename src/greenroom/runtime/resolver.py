@@ -50,9 +50,7 @@ class Asker(Protocol):
     def tenant(self) -> str | None: ...
 
     @property
-    def may_ask_remote(self) -> bool:
-        """True if it may ask a provider for models that no configuration names, which costs money."""
-        ...
+    def may_ask_remote(self) -> bool: ...
 
     def sees(self, model: str) -> bool:
         """False if this model must look as if it did not exist; by its id, for ad-hoc models that of the library."""

@@ -10,18 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from greenroom.core.model import Device, DeviceId, DeviceKind, SlotId
 from greenroom.sim.config import SpeedCurve
 from greenroom.sim.records import Fate, SimCall, SimPlace
 
-if TYPE_CHECKING:
-    from greenroom.sim.player import Clock
-
 Subject = TypeVar("Subject")
 # A request and which of its grants is meant: it may be granted anew.
 Granted = tuple[SimCall, int]
+
+
+class Agenda(Protocol):
+    """What is needed of the world's clock."""
+
+    @property
+    def now(self) -> float: ...
+
+    def arrange(self, after_s: float, action: Callable[[Subject], object], subject: Subject) -> None: ...
 
 
 class RunningAnswers:
@@ -49,7 +55,7 @@ class RunningAnswers:
 class Compute:
     """Calls `answered` when an answer ends."""
 
-    def __init__(self, agenda: Clock, answered: Callable[[Granted], None]) -> None:
+    def __init__(self, agenda: Agenda, answered: Callable[[Granted], None]) -> None:
         self._agenda = agenda
         self._answered = answered
         self._running: dict[SlotId, RunningAnswers] = {}

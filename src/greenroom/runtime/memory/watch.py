@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from greenroom.base.detached import run_detached
 from greenroom.base.repeated import Repeated
@@ -17,6 +17,7 @@ from greenroom.core.events import Event, MemoryChanged
 from greenroom.core.model import NO_CLAIM, Claim, DeviceId, SlotId, larger
 from greenroom.errors import ProbeFailed
 from greenroom.process import proc
+from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.readings import (
     THIS_MACHINE,
@@ -35,9 +36,6 @@ from greenroom.runtime.timeouts import TIMEOUTS, MemoryTimeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.telemetry.logs import get_logger
 
-if TYPE_CHECKING:
-    from greenroom.runtime.memory.slot_memory import MemoryOwners, SlotMemory
-
 _log = get_logger("memory")
 
 # Looks are at least this far apart, unless a caller waits for one.
@@ -54,6 +52,14 @@ GONE_KEPT_MAX = 256
 STRANGERS_TOLD_MAX = 16
 
 
+class Owners(Protocol):
+    def __call__(self) -> Mapping[str, Owner]:
+        """All owners of memory, by slot id."""
+
+    def by_identity(self, identity: str) -> str | None:
+        """The slot with this process identity."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryLook:
     """One look, and how its memory was attributed."""
@@ -68,7 +74,7 @@ class MemoryWatch:
     def __init__(
         self,
         probe: Probe,
-        owners: MemoryOwners,
+        owners: Owners,
         loop: SchedulerLoop,
         every_s: float,
         first: Reading,
@@ -341,6 +347,11 @@ class Noted:
     at: float
 
 
+class Peaks(Protocol):
+    def grew(self, slot: SlotId, entry: Entry) -> None:
+        """Store the peak of this slot for its model."""
+
+
 class Growth:
     """Stores peaks that grow while slots serve."""
 
@@ -348,7 +359,7 @@ class Growth:
         self,
         slots: LiveSlots,
         watch: MemoryWatch,
-        memory: SlotMemory,
+        memory: Peaks,
         loop: SchedulerLoop,
     ) -> None:
         self._slots = slots

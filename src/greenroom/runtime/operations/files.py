@@ -19,16 +19,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final, TypeVar
+from typing import BinaryIO, Final, Protocol, TypeVar
 
 import msgspec
 
 from greenroom.base.plain_file import open_plain, read_plain, replace_file, sync_folder
 from greenroom.errors import OperationStoreFull
 from greenroom.telemetry.logs import get_logger
-
-if TYPE_CHECKING:
-    from greenroom.runtime.operations.table import OperationTable
 
 _log = get_logger("operations")
 
@@ -220,10 +217,18 @@ def _sync_file(file: BinaryIO) -> None:
 RETRY_AFTER_S: Final = 10.0
 
 
+class ResultBudget(Protocol):
+    def grow(self, id: str, size: int) -> None:
+        """Raises ResultTooLarge or OperationStoreFull if that cannot be kept."""
+        ...
+
+    def shrink(self, id: str) -> None: ...
+
+
 class ResultPart:
     """A result that is being written. `OperationTable.end` completes it."""
 
-    def __init__(self, budget: OperationTable, stored: OperationFiles, id: str, file: BinaryIO) -> None:
+    def __init__(self, budget: ResultBudget, stored: OperationFiles, id: str, file: BinaryIO) -> None:
         self._budget = budget
         self._files = stored
         self._id = id

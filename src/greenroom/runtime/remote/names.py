@@ -6,7 +6,7 @@ scheduler. They take no memory, so they cost nothing but their names; those that
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from greenroom.config.kinds import id_problem
 from greenroom.config.live import GatewayState
@@ -17,14 +17,19 @@ from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.known_models import KnownModels
 from greenroom.telemetry.logs import get_logger
 
-if TYPE_CHECKING:
-    from greenroom.runtime.resolver import Asker
-
 _log = get_logger("models")
 
 # Callers make names up; a provider has some dozens.
 NAMES_MAX: Final = 256
 RETRY_AFTER_S: Final = 5.0
+
+
+class RemoteAsker(Protocol):
+    @property
+    def may_ask_remote(self) -> bool:
+        """True if it may ask a provider for models that no configuration names, which costs money."""
+
+    def sees(self, model: str) -> bool: ...
 
 
 class RemoteNames:
@@ -42,7 +47,7 @@ class RemoteNames:
         # The one used last is at the end.
         self._known: dict[ModelId, Remote] = {}
 
-    def find(self, name: str, asker: Asker) -> Entry | None:
+    def find(self, name: str, asker: RemoteAsker) -> Entry | None:
         """The model of this name; None if its prefix is no provider's, or the asker does not see it. Raises NotAllowed,
         BadRequest for what cannot be a name, and TooManyModels."""
         prefix, colon, rest = name.partition(":")

@@ -1,5 +1,5 @@
-"""All slots of this worker, and the operations on them. Owns the table of slots and the end of the process.
-`worker_slot.py` has the parts of a slot, `line.py` the way in which the gateway's requests arrive."""
+"""All slots of this worker, the parts of each, and the operations on them. Owns the table of slots and the end of the
+process. `line.py` has the way in which the gateway's requests arrive."""
 
 from __future__ import annotations
 
