@@ -51,8 +51,7 @@ from greenroom.runtime.rejections import RejectionErrors
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.timeouts import TIMEOUTS, Timeouts
 from greenroom.serving.prefix_cache import PrefixSalts
-from greenroom.serving.rungs import model_facts
-from greenroom.serving.tasks import Tasks
+from greenroom.serving.tasks import Tasks, model_facts
 from greenroom.telemetry.history import History
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.logs import setup as setup_logs
@@ -178,7 +177,9 @@ class App:
         access = self._access = wire_access(common, self._use_changed_keys)
         self.limiter, self.client_stats = access.limiter, access.client_stats
         self.keys, self.usage = access.keys, access.usage
-        serving = wire_serving(common, memory, access, self.resolver, self.pictures, self.salts, self.tickets)
+        serving = wire_serving(
+            common, memory, access, self.resolver, self.pictures, self.salts, self.tickets, self.tasks
+        )
         self.inference, self.bodies = serving.inference, serving.bodies
         self.jobs = Jobs(
             self.operation_table, self.inference, serving.edge_state, self.bodies, self.keys, self.state, self.loop

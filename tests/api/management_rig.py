@@ -69,8 +69,7 @@ from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.serving.prefix_cache import PrefixSalts
-from greenroom.serving.rungs import model_facts
-from greenroom.serving.tasks import Tasks
+from greenroom.serving.tasks import Tasks, model_facts
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.history import History
 from greenroom.telemetry.metrics import Metrics

@@ -24,8 +24,8 @@ from greenroom.http.relays.relay import Relay, RelayOutcome
 from greenroom.library.records import Version, shown_as
 from greenroom.runtime.loop import Ticket
 from greenroom.serving import render
-from greenroom.serving.ask import Ask
-from greenroom.serving.routes import UPSTREAM, answers_with_text
+from greenroom.serving.request import Candidate, Request
+from greenroom.serving.routes import UPSTREAM, Route, answers_with_text
 from greenroom.telemetry.activity import Activity, Record, UsageCounts
 from greenroom.telemetry.metrics import Metrics
 
@@ -43,10 +43,12 @@ _PICTURES_DIGITS_MAX: Final = 6
 class Served:
     """One request that is or was served, as its answer and its record tell. `relay` is the last one."""
 
-    __slots__ = ("ask", "exchange", "facts", "record", "relay", "ticket")
+    __slots__ = ("candidate", "exchange", "facts", "record", "relay", "request", "ticket")
 
     exchange: Exchange
-    ask: Ask
+    request: Request
+    # The model that serves it, or served it last; before any was granted, the first.
+    candidate: Candidate
     record: Record
     ticket: Ticket
     relay: Relay | None
@@ -75,25 +77,25 @@ class RequestLog:
         self._wall: Callable[[], float] = time.time
         self._clock: Callable[[], float] = time.monotonic
 
-    def begin(self, ask: Ask, request_id: str) -> Record:
+    def begin(self, request: Request) -> Record:
         """The record of a request that begins now. `ended` completes it."""
         record = Record(
-            id=request_id,
-            model=ask.entry.public_id,
-            asked_as=ask.asked_as,
-            tenant=ask.tenant,
-            client=ask.client,
-            route=ask.route.name,
-            stream=ask.stream,
-            priority=ask.priority,
+            id=request.id,
+            model=request.first.name,
+            asked_as=request.asked_as,
+            tenant=request.tenant,
+            client=request.client,
+            route=request.route.name,
+            stream=request.stream,
+            priority=request.priority,
             arrived_at=self._wall(),
         )
         self._activity.begin(record)
         return record
 
-    def looked_up(self, ask: Ask, is_hit: bool) -> None:
+    def looked_up(self, request: Request, is_hit: bool) -> None:
         """A hit found its model ready and with room."""
-        self._metrics.looked_up(ask.entry.public_id, is_hit)
+        self._metrics.looked_up(request.first.name, is_hit)
 
     def refused(self, error: GreenroomError) -> None:
         self._metrics.edge_refused(error.code)
@@ -119,7 +121,7 @@ class RequestLog:
             self._usage.refused(key, tenant, model, error.status)
 
     def ended(self, served: Served, error: GreenroomError | None) -> None:
-        ask, record, ticket, relay = served.ask, served.record, served.ticket, served.relay
+        request, record, ticket, relay = served.request, served.record, served.ticket, served.relay
         record.total_s = total_s = max(0.0, self._clock() - ticket.arrived)
         record.status = _status(served.exchange, relay, error)
         if error is not None:
@@ -135,17 +137,17 @@ class RequestLog:
         self._activity.end(record)
         if self._write_down is not None:
             self._write_down(record)
-        if relay is None and ask.job is not None and ask.job.is_put_back(error):
+        if relay is None and request.job is not None and request.job.is_put_back(error):
             # It goes on to wait.
             return
-        key, model = _key_of(ask.caller), ask.entry.base_id
-        self._requestors.count(key, ask.tenant, ask.client, model, record.status, record.error_code)
+        key, model = _key_of(request.caller), served.candidate.entry.base_id
+        self._requestors.count(key, request.tenant, request.client, model, record.status, record.error_code)
         if self._usage is not None:
-            self._usage.ended(key, ask.tenant, model, record, _is_uncounted(served))
+            self._usage.ended(key, request.tenant, model, record, _is_uncounted(served))
         self._metrics.request_done(
-            model=ask.entry.public_id,
-            tenant=ask.tenant,
-            route=ask.route.name,
+            model=served.candidate.name,
+            tenant=request.tenant,
+            route=request.route.name,
             status=record.status,
             seconds=total_s,
             wait_s=record.wait_s or 0.0,
@@ -155,37 +157,39 @@ class RequestLog:
 
     def _read_answer(self, served: Served, relay: Relay) -> None:
         """Tokens are read once, from the last bytes of the answer; sound and pictures are told by its headers."""
-        ask, record = served.ask, served.record
+        request, candidate, record = served.request, served.candidate, served.record
+        route, is_not_cached = request.route, candidate.is_not_cached
         record.chunks = relay.events
         if relay.first_data_at is not None:
             record.first_byte_s = max(0.0, relay.first_data_at - served.ticket.arrived)
-        if relay.status != 200 or (ask.route is UPSTREAM and served.exchange.head.method != b"POST"):
+        if relay.status != 200 or (route is UPSTREAM and served.exchange.head.method != b"POST"):
             return
-        if relay.outcome is RelayOutcome.COMPLETE and not ask.route.is_text:
-            self._count_media(ask, record, relay)
-        if ask.route.is_sound:
+        if relay.outcome is RelayOutcome.COMPLETE and not route.is_text:
+            self._count_media(served, relay)
+        if route.is_sound:
             return
-        estimates = ask.route.is_text or (ask.route is UPSTREAM and answers_with_text(ask.target))
-        said = usage_of(ask.entry.engine, relay, ask.stream, served.facts, estimates=estimates)
+        estimates = route.is_text or (route is UPSTREAM and answers_with_text(candidate.target))
+        said = usage_of(candidate.entry.engine, relay, request.stream, served.facts, estimates=estimates)
         if said is None:
             return
         record.prompt_tokens, record.completion_tokens = said.prompt, said.completion
-        record.cached_tokens, record.estimated = 0 if ask.is_not_cached else said.cached, said.estimated
+        record.cached_tokens, record.estimated = 0 if is_not_cached else said.cached, said.estimated
         record.gpu_time_ms = None if said.gpu_ms is None else round(said.gpu_ms)
-        self._metrics.tokens(ask.entry.public_id, ask.tenant, said.prompt, said.completion, said.cached or 0)
-        if said.cached is not None and not ask.is_not_cached and ask.route.is_text:
-            self._metrics.prefix_looked_up(ask.entry.public_id, said.cached > 0)
+        self._metrics.tokens(candidate.name, request.tenant, said.prompt, said.completion, said.cached or 0)
+        if said.cached is not None and not is_not_cached and route.is_text:
+            self._metrics.prefix_looked_up(candidate.name, said.cached > 0)
 
-    def _count_media(self, ask: Ask, record: Record, relay: Relay) -> None:
+    def _count_media(self, served: Served, relay: Relay) -> None:
         """By headers, which an engine need not send."""
+        record, route = served.record, served.request.route
         for name, value in relay.headers:
             if name == AUDIO_HEADER:
                 record.audio_s = _seconds(value)
             elif name == PICTURES_HEADER and value.isdigit() and len(value) <= _PICTURES_DIGITS_MAX:
                 record.pictures = int(value)
-        if record.audio_s is not None and ask.route.is_sound:
+        if record.audio_s is not None and route.is_sound:
             took_s = max(0.0, (record.total_s or 0.0) - (record.wait_s or 0.0))
-            self._metrics.audio(ask.entry.public_id, ask.route.name, record.audio_s, took_s)
+            self._metrics.audio(served.candidate.name, route.name, record.audio_s, took_s)
 
 
 def _key_of(caller: Caller) -> str:
@@ -195,12 +199,12 @@ def _key_of(caller: Caller) -> str:
 
 def _is_uncounted(served: Served) -> bool:
     """True if an engine worked for this request and nothing tells how much."""
-    record, relay, ask = served.record, served.relay, served.ask
+    record, relay, route = served.record, served.relay, served.request.route
     if relay is None or not (relay.status == 200 or (relay.status == 0 and relay.outcome is RelayOutcome.CLIENT_GONE)):
         return False
     if record.completion_tokens is not None or record.audio_s is not None or record.pictures is not None:
         return False
-    return ask.route is not UPSTREAM or answers_with_text(ask.target)
+    return route is not UPSTREAM or answers_with_text(served.candidate.target)
 
 
 def tokens_used(served: Served) -> int | None:
@@ -260,11 +264,11 @@ def model_header(name: str) -> tuple[bytes, bytes]:
     return MODEL, quote(name, safe=_PLAIN).encode("ascii")
 
 
-def unless_told(ask: Ask) -> Headers | None:
+def unless_told(route: Route, candidate: Candidate) -> Headers | None:
     """What an answer says of its prefix where its engine does not; None where the engine's answer passes as it is."""
-    if ask.route is UPSTREAM:
+    if route is UPSTREAM:
         return None
-    return NOT_CACHED if ask.is_not_cached or ask.route.is_promptless else NOT_KNOWN
+    return NOT_CACHED if candidate.is_not_cached or route.is_promptless else NOT_KNOWN
 
 
 class AnswerFacts:

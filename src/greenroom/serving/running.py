@@ -16,8 +16,6 @@ from math import inf
 from typing import Final
 
 from greenroom.config.schema import Heartbeat
-from greenroom.core.events import RequestArrived
-from greenroom.core.model import RequestId
 from greenroom.errors import (
     BudgetPassed,
     EngineFault,
@@ -44,11 +42,11 @@ from greenroom.runtime.remote.spending import Bill, SpendingMeter, settle
 from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import EXIT_FOLLOWS_S, LiveSlot
 from greenroom.serving import render
-from greenroom.serving.ask import Ask, Settings, arrival
-from greenroom.serving.ask_reader import AskReader
 from greenroom.serving.buffered import BufferedRelay
 from greenroom.serving.failover import BUSY, BUSY_IF_BROKEN, FailoverSink
 from greenroom.serving.prefix_cache import PROMPTLESS_PATHS, expect_sole
+from greenroom.serving.read import Reader
+from greenroom.serving.request import Request, Settings
 from greenroom.serving.request_log import (
     NOT_KNOWN,
     TRAILER,
@@ -70,6 +68,7 @@ _KINDS: Final = {Heartbeat.COMMENT: HeartbeatKind.COMMENT, Heartbeat.CHUNK: Hear
 _SSE: Final = b"text/event-stream; charset=utf-8"
 _STREAMED: Final[Headers] = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 _OF_STREAMS: Final[Headers] = [(b"x-accel-buffering", b"no"), TRAILER]
+_NOTHING: Final[dict[str, bytes]] = {}
 # A timer may end a wait so much too early.
 TIMER_EARLY_S: Final = 0.05
 # An engine's own error text goes into our error up to this length.
@@ -83,7 +82,7 @@ class RequestServices:
     tickets: Tickets
     sweep: RequestSweep
     loop: SchedulerLoop
-    reader: AskReader
+    reader: Reader
     spawn: Callable[[Running], asyncio.Task[None]]
     ended: Callable[[Running, GreenroomError | None], None]
 
@@ -103,15 +102,14 @@ class Running(Served):
         "_shared",
         "_task",
         "bill",
-        "request_id",
     )
 
     def __init__(
-        self, exchange: Exchange, ask: Ask, request_id: str, record: Record, settings: Settings, shared: RequestServices
+        self, exchange: Exchange, request: Request, record: Record, settings: Settings, shared: RequestServices
     ) -> None:
         self.exchange = exchange
-        self.ask = ask
-        self.request_id = request_id
+        self.request = request
+        self.candidate = request.first
         self.record = record
         self.relay = None
         self.facts = None
@@ -136,7 +134,7 @@ class Running(Served):
         Once it holds a ticket, the request ends by itself, whatever goes wrong.
         """
         shared = self._shared
-        event = self._arrival(shared.loop.clock())
+        event = self.request.arrival(shared.loop.clock(), self._settings)
         self._beat_at = event.now + self._settings.heartbeat_after_s
         self.ticket = shared.tickets.arrive(event)
         shared.sweep.add(self)
@@ -147,34 +145,18 @@ class Running(Served):
         except Exception as failure:
             self._end(self._told(failure))
 
-    def _arrival(self, now: float) -> RequestArrived:
-        ask = self.ask
-        rungs = ask.rungs
-        return arrival(
-            self._settings,
-            now,
-            RequestId(self.request_id),
-            (ask.entry.id,) if rungs is None else tuple(rungs.asks),
-            ask.priority,
-            ask.tenant,
-            ask.is_patient,
-            ask.budget_s,
-            ask.keep_alive_s,
-            None if rungs is None else rungs.choice,
-        )
-
     def _send_now(self, slot: LiveSlot) -> bool:
-        if self.ask.rungs is not None and not self._bind(slot):
+        if self.request.choice is not None and not self._bind(slot):
             return False
-        if slot.pool.idle_count == 0 or self.ask.job is not None or self.ask.remade is not None:
+        if slot.pool.idle_count == 0 or self.request.job is not None or self.candidate.remade is not None:
             return False
-        if (long := self.ask.long) is not None and long.is_heavy:
+        if (long := self.candidate.content.long) is not None and long.is_heavy:
             return False
         if slot.remote is not None:
             return False
-        if slot.prompts is not None and (self.ask.spreads or not self._pinned(slot.prompts)):
+        if slot.prompts is not None and (self.candidate.spreads or not self._pinned(slot.prompts)):
             return False
-        payload = self.ask.payload(None if self._pin is None else self._pin.fields)
+        payload = self.candidate.content.payload(_NOTHING if self._pin is None else self._pin.fields)
         relay = self._new_relay(self._relayed)
         if not slot.pool.send_now(self._engine_head(len(payload)), payload, self._sink(relay)):
             self.relay = None
@@ -191,7 +173,7 @@ class Running(Served):
     def _go_on(self) -> None:
         """Let a task wait for the slot or the connection. The request ends with the task."""
         # A waiting request holds only its body, which may be on disk.
-        self.ask.drop_peeked()
+        self.request.release()
         self._task = task = self._shared.spawn(self)
         # By callback: a task that is cancelled before its first step never enters its body.
         task.add_done_callback(self._stopped_waiting)
@@ -223,8 +205,8 @@ class Running(Served):
         relay = self.relay
         while relay is None or await self._must_try_again(relay):
             slot = await self._granted()
-            if self.ask.job is not None:
-                await self.ask.job.starts(slot)
+            if self.request.job is not None:
+                await self.request.job.starts(slot)
             if slot.prompts is not None and not self._pinned(slot.prompts):
                 await self._wait_for_place(slot.prompts)
             if self._pin is not None and self._pin.erase:
@@ -251,8 +233,9 @@ class Running(Served):
             await self._answer_anew(relay)
 
     async def _payload(self) -> Payload:
-        ask, pinned, long = self.ask, None if self._pin is None else self._pin.fields, self.ask.long
-        return ask.payload(pinned) if long is None else await long.in_thread(lambda: ask.payload(pinned))
+        content, pinned = self.candidate.content, _NOTHING if self._pin is None else self._pin.fields
+        long = content.long
+        return content.payload(pinned) if long is None else await long.in_thread(lambda: content.payload(pinned))
 
     async def _granted(self) -> LiveSlot:
         """Wait for a slot. Of the models of a task, those at their limits are passed over."""
@@ -260,13 +243,13 @@ class Running(Served):
             try:
                 await self.ticket.wait(None)
             except EngineLost:
-                if self.ask.rungs is None or self._failure is None:
+                if self.request.choice is None or self._failure is None:
                     raise
                 # No other model of its task is left: the last one's own failure says more.
                 raise self._failure from None
             slot = self.ticket.slot
             assert slot is not None
-            if self.ask.rungs is None or self._bind(slot):
+            if self.request.choice is None or self._bind(slot):
                 return slot
             assert self._failure is not None
             if not self._has_other(slot, is_busy=True):
@@ -275,17 +258,15 @@ class Running(Served):
 
     def _bind(self, slot: LiveSlot) -> bool:
         """Ask the model of a task that was granted. False if its own limits do not allow that now."""
-        ask, model = self.ask, slot.entry.id
-        rungs = ask.rungs
-        assert rungs is not None
-        if ask.charge is not None:
+        candidate = self.request.candidate(slot.entry.id)
+        if self.request.hold is not None:
             try:
-                ask.charge.serve_by(rungs.meters[model])
+                self.request.hold.serve_by(candidate.quota)
             except RateLimited as error:
                 self._failure = error
                 return False
-        ask.bind(model)
-        self.record.model = ask.entry.public_id
+        self.candidate = candidate
+        self.record.model = candidate.name
         return True
 
     def _sink(self, relay: Relay) -> Sink:
@@ -307,10 +288,10 @@ class Running(Served):
 
         Models of last resort do not count if this one is local and only busy.
         """
-        rungs = self.ask.rungs
-        if rungs is None:
+        choice = self.request.choice
+        if choice is None:
             return False
-        avoided = rungs.choice.last_resort if is_busy and slot.remote is None else ()
+        avoided = choice.last_resort if is_busy and slot.remote is None else ()
         loop = self._shared.loop
         return any(model not in avoided for model in loop.view.candidates_left(self.ticket.id, loop.clock()))
 
@@ -321,12 +302,16 @@ class Running(Served):
         self._shared.tickets.lost(self.ticket, was_busy)
 
     async def _answer_anew(self, relay: BufferedRelay) -> None:
-        assert self.ask.remade is not None
+        assert self.candidate.remade is not None
         self.exchange.on_gone = self._leave
         # The engine has done its part: the next request need not wait until the pictures are on disk.
         self._shared.tickets.close(self.ticket)
-        status, headers, body = await self.ask.remade.remade(relay.status, relay.headers, relay.take())
-        self.exchange.respond(status, response_headers(headers, self._extra_headers(), unless_told(self.ask)), body)
+        status, headers, body = await self.candidate.remade.remade(relay.status, relay.headers, relay.take())
+        self.exchange.respond(
+            status,
+            response_headers(headers, self._extra_headers(), unless_told(self.request.route, self.candidate)),
+            body,
+        )
 
     async def _must_try_again(self, relay: Relay) -> bool:
         """True if the engine was lost before its first byte. Raises the error if the relay failed otherwise."""
@@ -352,15 +337,14 @@ class Running(Served):
             # A task turns to its next model, and need not wait until this one can be loaded again.
             await ticket.wait_for(check, EXIT_FOLLOWS_S if self._has_choice else inf)
         self._note_status(relay)
-        is_local_task = self.ask.rungs is not None and ticket.slot.remote is None
+        is_local_task = self.request.choice is not None and ticket.slot.remote is None
         self._turn_away(relay.error, was_busy=is_local_task and relay.status in self._busy_at(ticket.slot))
         return True
 
     @property
     def _has_choice(self) -> bool:
         """True if several models can serve it."""
-        rungs = self.ask.rungs
-        return rungs is not None and len(rungs.asks) > 1
+        return self.request.has_choice
 
     def _note_status(self, relay: Relay) -> None:
         """Note whether the engine was available."""
@@ -372,21 +356,21 @@ class Running(Served):
     def _pinned(self, prompts: PromptCacheSlots) -> bool:
         """Take a place among the prompts of its engine. False if there is none now. Raises NotAllowed."""
         if self._pin is None:
-            owner = self.ask.scope.owner
-            if self.ask.route.is_promptless:
+            owner = self.candidate.scope.owner
+            if self.request.route.is_promptless:
                 return True
-            if self.ask.route is UPSTREAM:
+            if self.request.route is UPSTREAM:
                 is_post = self.exchange.head.method == b"POST"
-                if not is_post or is_open(self.ask.target.partition(b"?")[0], PROMPTLESS_PATHS):
+                if not is_post or is_open(self.candidate.target.partition(b"?")[0], PROMPTLESS_PATHS):
                     return True
                 expect_sole(prompts, owner, self._name)
-            self._pin = prompts.pin(owner, spreads=self.ask.spreads)
+            self._pin = prompts.pin(owner, spreads=self.candidate.spreads)
         return self._pin is not None
 
     async def _wait_for_place(self, prompts: PromptCacheSlots) -> None:
-        owner = self.ask.scope.owner
-        self._pin = await prompts.place(owner, spreads=self.ask.spreads)
-        if self.ask.route is UPSTREAM and self._pin.index is not None:
+        owner = self.candidate.scope.owner
+        self._pin = await prompts.place(owner, spreads=self.candidate.spreads)
+        if self.request.route is UPSTREAM and self._pin.index is not None:
             # Another owner came meanwhile, and this path cannot be pinned.
             expect_sole(prompts, owner, self._name)
 
@@ -397,7 +381,7 @@ class Running(Served):
             slot.prompts.release(pin)
 
     def _may_run_again(self) -> bool:
-        return self.ask.job is None or self.ask.job.may_run_again
+        return self.request.job is None or self.request.job.may_run_again
 
     def _new_relay(self, on_done: Callable[[Relay], None] | None) -> Relay:
         self.relay = relay = self._relay_for(on_done)
@@ -408,55 +392,56 @@ class Running(Served):
 
     def _relay_for(self, on_done: Callable[[Relay], None] | None) -> Relay:
         """The kind of relay that this answer needs."""
-        ask, exchange = self.ask, self.exchange
+        candidate, exchange = self.candidate, self.exchange
         if exchange.head.upgrade is not None:
             return Tunnel(exchange, RelayOptions(self._extra_headers()), on_done=on_done)
-        if (remade := ask.remade) is not None:
+        if (remade := candidate.remade) is not None:
             return BufferedRelay(exchange, remade.body(), remade.bytes_max, on_done=on_done)
         options, started = self._relay_options(), exchange.started
-        if ask.translation is not None:
-            return TranslatingRelay(exchange, ask.translation, options, committed=started, on_done=on_done)
-        told, name = ask.entry.engine_name, ask.asked_as if ask.entry.is_adhoc else self._name
+        if candidate.translation is not None:
+            return TranslatingRelay(exchange, candidate.translation, options, committed=started, on_done=on_done)
+        entry = candidate.entry
+        told, name = entry.engine_name, self.request.asked_as if entry.is_adhoc else self._name
         if told != name:
             return ModelNameRewriter(exchange, told, name, options, committed=started, on_done=on_done)
         return Relay(exchange, options, committed=started, on_done=on_done)
 
     def _relay_options(self) -> RelayOptions:
-        ask = self.ask
-        ends_with_facts = ask.wants_facts and ask.route.is_text and ask.route.shape.has_comments
+        request, candidate, route = self.request, self.candidate, self.request.route
+        ends_with_facts = request.wants_facts and route.is_text and route.shape.has_comments
         # Only the comment tells the wait.
         wait_ms = self._wait_ms() if ends_with_facts else 0
-        self.facts = facts = AnswerFacts(ask.entry.engine, ask.stream, wait_ms) if ask.route.is_text else None
+        self.facts = facts = AnswerFacts(candidate.entry.engine, request.stream, wait_ms) if route.is_text else None
         return RelayOptions(
             self._extra_headers(),
-            unless_told(ask),
-            drop_usage_event=ask.translation is None and ask.drop_usage,
-            read_facts=None if facts is None or ask.stream else facts.headers,
+            unless_told(route, candidate),
+            drop_usage_event=candidate.translation is None and candidate.drop_usage,
+            read_facts=None if facts is None or request.stream else facts.headers,
             last_words=facts.comment if facts is not None and ends_with_facts else None,
             read_trailers=None if facts is None else facts.trailers,
         )
 
     def _extra_headers(self) -> Headers:
         ticket = self.ticket
-        headers: Headers = [(b"x-request-id", self.request_id.encode()), (WAIT, b"%d" % self._wait_ms())]
-        if self.ask.stream:
+        headers: Headers = [(b"x-request-id", self.request.id.encode()), (WAIT, b"%d" % self._wait_ms())]
+        if self.request.stream:
             headers += _OF_STREAMS
-        if self.ask.rungs is not None:
+        if self.request.choice is not None:
             headers.append(model_header(self._name))
         slot = ticket.slot
         if slot is not None and (version := slot.entry.version) is not None:
             self.record.model_version, self.record.model_repo_id = version.number, version.repo_id
-            headers += version_headers(version, to_operator=self.ask.to_operator)
+            headers += version_headers(version, to_operator=self.request.to_operator)
         return headers
 
     @property
     def _name(self) -> str:
-        return self.ask.entry.public_id
+        return self.candidate.name
 
     def _version(self) -> Version | None:
         """The version that answers, or that would answer now."""
         slot = self.ticket.slot
-        return self._shared.reader.version_of(self.ask.entry.id) if slot is None else slot.entry.version
+        return self._shared.reader.version_of(self.candidate.entry.id) if slot is None else slot.entry.version
 
     def _wait_ms(self) -> int:
         """How long it waited for its slot, or has waited so far."""
@@ -465,27 +450,27 @@ class Running(Served):
 
     async def _enter_cost(self, meter: SpendingMeter, payload: Payload) -> None:
         """Enter what it may cost. Raises RemoteBudgetSpent."""
-        bill = meter.begin(payload, self.ask.form_n)
+        bill = meter.begin(payload, self.candidate.content.answers)
         await meter.confirm(bill)
         self.bill = bill
 
     def _remote_head(self, slot: LiveSlot, payload: Payload) -> bytes:
         assert slot.remote is not None
-        head, request_id = self.exchange.head, self.request_id.encode()
-        return slot.remote.head(head.method, self.ask.target, head.headers, len(payload), request_id)
+        head, request_id = self.exchange.head, self.request.id.encode()
+        return slot.remote.head(head.method, self.candidate.target, head.headers, len(payload), request_id)
 
     def _engine_head(self, length: int) -> bytes:
         head = self.exchange.head
         return build_request(
             head.method,
-            self.ask.target,
+            self.candidate.target,
             head.headers,
             host=b"localhost",
             length=length,
-            request_id=self.request_id.encode(),
+            request_id=self.request.id.encode(),
             allowed=self._settings.forward_headers,
             upgrade=head.upgrade,
-            ours=self.ask.cache_headers,
+            ours=self.candidate.cache_headers,
         )
 
     # --- how it ends ------------------------------------------------------------------------------------------------
@@ -508,8 +493,8 @@ class Running(Served):
                 self._shared.tickets.close(self.ticket)
                 self._shared.ended(self, error)
             finally:
-                if self.ask.job is not None:
-                    self.ask.job.ended(error)
+                if self.request.job is not None:
+                    self.request.job.ended(error)
 
     def _told(self, failure: Exception) -> GreenroomError:
         """The error that the caller gets."""
@@ -517,12 +502,12 @@ class Running(Served):
             return BudgetPassed(f"The time given for this answer is over. {failure.public}", beside=failure.beside)
         if isinstance(failure, GreenroomError):
             return failure
-        _log.bug("request broke", failure, request=self.request_id)
+        _log.bug("request broke", failure, request=self.request.id)
         return GatewayBug("Something went wrong in the gateway.")
 
     def _is_over_budget(self) -> bool:
         """True once its budget has passed, by which its wait ends. A request that is refused at once has not waited."""
-        budget_s = self.ask.budget_s
+        budget_s = self.request.budget_s
         if budget_s is None:
             return False
         return self._shared.loop.clock() - self.ticket.arrived >= budget_s - min(TIMER_EARLY_S, budget_s / 2)
@@ -534,18 +519,18 @@ class Running(Served):
             return
         if not exchange.started:
             status, headers, body = render.response(
-                error, self.request_id, to_operator=self.ask.to_operator, dialect=self.ask.route.dialect
+                error, self.request.id, to_operator=self.request.to_operator, dialect=self.request.route.dialect
             )
             headers.append((WAIT, b"%d" % self._wait_ms()))
-            headers += version_headers(self._version(), to_operator=self.ask.to_operator)
+            headers += version_headers(self._version(), to_operator=self.request.to_operator)
             exchange.respond(status, headers, body)
             return
-        translation, sent = self.ask.translation, b"" if relay is None else relay.tail()
+        translation, sent = self.candidate.translation, b"" if relay is None else relay.tail()
         event = render.error_event(
             error,
-            self.request_id,
-            to_operator=self.ask.to_operator,
-            dialect=self.ask.route.dialect,
+            self.request.id,
+            to_operator=self.request.to_operator,
+            dialect=self.request.route.dialect,
             number=0 if translation is None else translation.next_number(sent),
         )
         if relay is not None:
@@ -568,7 +553,7 @@ class Running(Served):
 
     def look(self, now: float) -> None:
         relay = self.relay
-        if self.ask.is_patient and now >= self._beat_at and self._is_waiting_for_data(relay):
+        if self.request.is_patient and now >= self._beat_at and self._is_waiting_for_data(relay):
             self._beat(now)
         if relay is not None and relay.outcome is None:
             self._check_progress(relay, now)
@@ -583,11 +568,11 @@ class Running(Served):
             return
         self._beat_at = now + self._settings.heartbeat_every_s
         if not exchange.started:
-            translation = self.ask.translation
+            translation = self.candidate.translation
             kind = _SSE if translation is None else translation.stream_type
-            headers = [(b"content-type", kind), *_STREAMED, TRAILER, (b"x-request-id", self.request_id.encode())]
+            headers = [(b"content-type", kind), *_STREAMED, TRAILER, (b"x-request-id", self.request.id.encode())]
             # Which model of a task will serve it is not known yet.
-            cache = unless_told(self.ask) if self.ask.rungs is None else NOT_KNOWN
+            cache = unless_told(self.request.route, self.candidate) if self.request.choice is None else NOT_KNOWN
             exchange.start(200, headers + (cache or []), None)
             if relay is not None and relay.outcome is None:
                 relay.committed = True
@@ -596,14 +581,14 @@ class Running(Served):
         exchange.write(self._heartbeat())
 
     def _heartbeat(self) -> bytes:
-        position, eta_s = self._shared.loop.outlook(self.request_id)
+        position, eta_s = self._shared.loop.outlook(self.request.id)
         return heartbeat(
-            _KINDS[self.ask.heartbeat],
-            model=self.ask.asked_as,
+            _KINDS[self.request.heartbeat],
+            model=self.request.asked_as,
             position=position,
             eta_s=eta_s,
-            shape=self.ask.route.shape,
-            stream_id=self.request_id,
+            shape=self.request.route.shape,
+            stream_id=self.request.id,
             created=int(time.time()),
         )
 

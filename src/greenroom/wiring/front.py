@@ -15,7 +15,6 @@ from greenroom.access.client_stats import ClientStats
 from greenroom.access.key_ring import KeyRing, Look
 from greenroom.access.keys import Tenants
 from greenroom.access.limits import Limiter
-from greenroom.access.profiles import Profiles
 from greenroom.access.usage_store import UsageStore
 from greenroom.api.asgi import AsgiBridge
 from greenroom.api.front import Door, HostRule, MetricsDoor
@@ -32,9 +31,8 @@ from greenroom.runtime.loop import Tickets
 from greenroom.runtime.moves.admission import Prefetch
 from greenroom.runtime.record.recording import ActivityRecorder
 from greenroom.runtime.resolver import Resolver
-from greenroom.serving.ask import Settings
-from greenroom.serving.ask_reader import AskReader
 from greenroom.serving.prefix_cache import PrefixSalts
+from greenroom.serving.read import Reader
 from greenroom.serving.request_log import RequestLog
 from greenroom.serving.requests import Inference
 from greenroom.serving.tasks import Tasks
@@ -74,7 +72,6 @@ def wire_access(common: CommonParts, on_changed_keys: Callable[[], None]) -> Acc
 class ServingParts:
     activity_file: ActivityRecorder | None
     prefetch: Prefetch
-    reader: AskReader
     inference: Inference
     bodies: BodyBudget
     edge_state: EdgeState
@@ -88,14 +85,17 @@ def wire_serving(
     pictures: PictureStore,
     salts: PrefixSalts,
     tickets: Tickets,
+    tasks: Tasks,
 ) -> ServingParts:
     server = common.gateway.config.server
-    limits, settings = limits_for(server), Settings.of(common.gateway.config)
+    limits = limits_for(server)
     bodies = BodyBudget(limits, str(common.state_dir.path))
     activity_file = ActivityRecorder(Path(server.record_activity)) if server.record_activity else None
     prefetch = Prefetch(common.state, memory.watch.host_available_mib, common.observer)
     picture_urls = PictureAnswers(PictureServices(pictures, bodies, common.gateway))
-    reader = AskReader(resolver, common.catalog, access.tenants, salts, common.gateway, picture_urls)
+    reader = Reader(
+        resolver, common.catalog, access.tenants, access.limiter, tasks, salts, common.gateway, picture_urls
+    )
     log = RequestLog(
         common.activity,
         common.metrics,
@@ -103,8 +103,8 @@ def wire_serving(
         access.counts,
         access.client_stats,
     )
-    inference = Inference(reader, resolver, common.loop, tickets, log, settings, prefetch)
-    return ServingParts(activity_file, prefetch, reader, inference, bodies, EdgeState(limits))
+    inference = Inference(reader, common.loop, tickets, log, prefetch)
+    return ServingParts(activity_file, prefetch, inference, bodies, EdgeState(limits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +121,10 @@ class FrontParts:
     def configure(self, config: Config, look: Look | None = None) -> None:
         """Apply the configuration: at the start, and again at each reload. `look` is one at its key file."""
         server = config.server
-        self.serving.inference.configure(Settings.of(config))
+        self.serving.inference.configure(config)
         self.access.tenants.are_named = server.multi_tenant
         self.access.client_stats.configure(config.clients)
-        self.serving.reader.profiles = Profiles(config.profiles) if config.profiles else None
         self.tasks.configure(config)
-        self.serving.reader.tasks = self.tasks if self.tasks else None
         self.door.serves_ui = server.ui
         hosts = (server.host, *server.allowed_hosts)
         self.door.hosts = HostRule(hosts, server.allowed_origins, public_url=server.public_url)
@@ -138,7 +136,7 @@ class FrontParts:
         self.door.keys = self.access.keys.keys
         self.access.limiter.configure(config, self.door.keys)
         limiter = self.access.limiter
-        self.door.limiter = self.serving.reader.limiter = limiter if limiter.is_on else None
+        self.door.limiter = limiter if limiter.is_on else None
 
     def use_changed_keys(self, config: Config) -> None:
         """The key file was read again."""

@@ -31,7 +31,7 @@ from greenroom.features.leases.sharing import SharedLeasing
 from greenroom.leases.records import lease_names
 from greenroom.runtime.memory.devices import name_of, none_there
 from greenroom.runtime.resolver import OPERATOR
-from greenroom.serving.ask import Settings, arrival, smaller
+from greenroom.serving.request import Settings, arrival, smaller
 from greenroom.serving.tasks import Ladder
 from greenroom.telemetry.logs import get_logger
 
