@@ -1,9 +1,6 @@
-"""What is known of a request when it has ended: told to its caller, and written down.
+"""What is known of a request when it has ended, written down: in the activity, the metrics, the usage, for its client.
 
-Owns the headers by which answers tell something, and when each is sent: how long they waited, which model and version
-they are of, and what they cost. The cost of a stream is told at its end: in a trailer, and in a comment. What is not
-known of a cache is `unknown`, and `false` where none is used. `RequestLog` writes each request down: in the activity,
-the metrics, the usage, and for its client.
+Owns what counts as its end, its status and its tokens.
 """
 
 from __future__ import annotations
@@ -11,21 +8,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Final
-from urllib.parse import quote
 
 from greenroom.access.client_stats import ClientStats
 from greenroom.access.keys import ANYONE, BY_TOKENS, Caller
-from greenroom.engines.base import Engine
-from greenroom.engines.usage import Usage, estimated
 from greenroom.errors import GreenroomError
 from greenroom.http.exchange import Exchange
-from greenroom.http.headers import Headers
 from greenroom.http.relays.relay import Relay, RelayOutcome
-from greenroom.library.records import Version, shown_as
 from greenroom.runtime.loop import Ticket
 from greenroom.serving import render
-from greenroom.serving.request import Candidate, Request
-from greenroom.serving.routes import UPSTREAM, Route, answers_with_text
+from greenroom.serving.answer_facts import usage_of
+from greenroom.serving.attempt import Attempt
+from greenroom.serving.request import Request
+from greenroom.serving.routes import UPSTREAM, answers_with_text
 from greenroom.telemetry.activity import Activity, Record, UsageCounts
 from greenroom.telemetry.metrics import Metrics
 
@@ -41,19 +35,26 @@ _PICTURES_DIGITS_MAX: Final = 6
 
 
 class Served:
-    """One request that is or was served, as its answer and its record tell. `relay` is the last one."""
+    """One request that is or was served. `candidate` is the model that serves it, or did last; before that, the first.
 
-    __slots__ = ("candidate", "exchange", "facts", "record", "relay", "request", "ticket")
+    `attempt` is None while it waits for a slot.
+    """
 
-    exchange: Exchange
-    request: Request
-    # The model that serves it, or served it last; before any was granted, the first.
-    candidate: Candidate
-    record: Record
+    __slots__ = ("attempt", "candidate", "exchange", "record", "request", "ticket")
+
     ticket: Ticket
-    relay: Relay | None
-    # Of an answer with text that can be read.
-    facts: AnswerFacts | None
+
+    def __init__(self, exchange: Exchange, request: Request, record: Record) -> None:
+        self.exchange: Final = exchange
+        self.request: Final = request
+        self.record: Final = record
+        self.candidate = request.first
+        self.attempt: Attempt | None = None
+
+    @property
+    def relay(self) -> Relay | None:
+        """That of its last attempt, unless it waits again."""
+        return None if self.attempt is None else self.attempt.relay
 
 
 class RequestLog:
@@ -78,7 +79,7 @@ class RequestLog:
         self._clock: Callable[[], float] = time.monotonic
 
     def begin(self, request: Request) -> Record:
-        """The record of a request that begins now. `ended` completes it."""
+        """The record of a request that begins now. `end` completes it."""
         record = Record(
             id=request.id,
             model=request.first.name,
@@ -120,7 +121,8 @@ class RequestLog:
         if self._usage is not None:
             self._usage.refused(key, tenant, model, error.status)
 
-    def ended(self, served: Served, error: GreenroomError | None) -> None:
+    def end(self, served: Served, error: GreenroomError | None) -> None:
+        """Complete its record, and count it. Called once for each request that came to the scheduler."""
         request, record, ticket, relay = served.request, served.record, served.ticket, served.relay
         record.total_s = total_s = max(0.0, self._clock() - ticket.arrived)
         record.status = _status(served.exchange, relay, error)
@@ -159,6 +161,7 @@ class RequestLog:
         """Tokens are read once, from the last bytes of the answer; sound and pictures are told by its headers."""
         request, candidate, record = served.request, served.candidate, served.record
         route, is_not_cached = request.route, candidate.is_not_cached
+        facts = None if served.attempt is None else served.attempt.facts
         record.chunks = relay.events
         if relay.first_data_at is not None:
             record.first_byte_s = max(0.0, relay.first_data_at - served.ticket.arrived)
@@ -169,7 +172,7 @@ class RequestLog:
         if route.is_sound:
             return
         estimates = route.is_text or (route is UPSTREAM and answers_with_text(candidate.target))
-        said = usage_of(candidate.entry.engine, relay, request.stream, served.facts, estimates=estimates)
+        said = usage_of(candidate.entry.engine, relay, request.stream, facts, estimates=estimates)
         if said is None:
             return
         record.prompt_tokens, record.completion_tokens = said.prompt, said.completion
@@ -231,107 +234,3 @@ def _status(exchange: Exchange, relay: Relay | None, error: GreenroomError | Non
         return CLIENT_CLOSED
     # A connection that left HTTP was answered by the engine's 101, which no relay forwards.
     return relay.status or SWITCHED
-
-
-# --- what answers tell ----------------------------------------------------------------------------------------------
-
-WAIT: Final = b"x-queue-wait-ms"
-MODEL: Final = b"x-model"
-VERSION: Final = b"x-model-version"
-REPO_ID: Final = b"x-model-repo-id"
-CACHE_HIT: Final = b"x-cache-hit"
-TOKENS_REUSED: Final = b"x-cache-tokens-reused"
-GPU_TIME: Final = b"x-gpu-time-ms"
-NOT_CACHED: Final[Headers] = [(CACHE_HIT, b"false"), (TOKENS_REUSED, b"0")]
-NOT_KNOWN: Final[Headers] = [(CACHE_HIT, b"unknown"), (TOKENS_REUSED, b"0")]
-# What the end of a stream tells.
-TRAILER: Final = (b"trailer", GPU_TIME)
-# Longer numbers are no figures.
-_DIGITS_MAX: Final = 12
-# What ids of repositories and paths have, besides letters and digits; anything else is escaped.
-_PLAIN: Final = "/:@._-+,= "
-
-
-def version_headers(version: Version | None, *, to_operator: bool) -> Headers:
-    """Two headers; none for a model that is not under version control."""
-    if version is None:
-        return []
-    repo_id = quote(shown_as(version.repo_id, to_operator=to_operator), safe=_PLAIN)
-    return [(VERSION, b"%d" % version.number), (REPO_ID, repo_id.encode("ascii"))]
-
-
-def model_header(name: str) -> tuple[bytes, bytes]:
-    return MODEL, quote(name, safe=_PLAIN).encode("ascii")
-
-
-def unless_told(route: Route, candidate: Candidate) -> Headers | None:
-    """What an answer says of its prefix where its engine does not; None where the engine's answer passes as it is."""
-    if route is UPSTREAM:
-        return None
-    return NOT_CACHED if candidate.is_not_cached or route.is_promptless else NOT_KNOWN
-
-
-class AnswerFacts:
-    """Of one answer with text. The last bytes are read once, at the first question."""
-
-    __slots__ = ("_engine", "_stream", "_wait_ms", "is_read", "usage")
-
-    def __init__(self, engine: Engine, stream: bool, wait_ms: int) -> None:
-        self._engine = engine
-        self._stream = stream
-        self._wait_ms = wait_ms
-        self.is_read = False
-        self.usage: Usage | None = None
-
-    def of(self, tail: bytes) -> Usage | None:
-        """Tokens and time, from the last bytes of a complete answer; None if they do not tell."""
-        if not self.is_read:
-            self.is_read = True
-            self.usage = self._engine.usage(tail, stream=self._stream)
-        return self.usage
-
-    def headers(self, tail: bytes) -> Headers:
-        said = self.of(tail)
-        if said is None:
-            return []
-        headers: Headers = []
-        if said.cached is not None:
-            headers.append((CACHE_HIT, b"true" if said.cached else b"false"))
-            headers.append((TOKENS_REUSED, b"%d" % said.cached))
-        return headers + self.trailers(tail)
-
-    def trailers(self, tail: bytes) -> Headers:
-        """What the head of a stream could not tell."""
-        said = self.of(tail)
-        return [] if said is None or said.gpu_ms is None else [(GPU_TIME, b"%d" % round(said.gpu_ms))]
-
-    def comment(self, tail: bytes) -> bytes:
-        """`: facts cache_hit=true cache_tokens_reused=512 gpu_time_ms=40 queue_wait_ms=0`, as a whole event."""
-        known = {name[2:].replace(b"-", b"_"): value for name, value in self.headers(tail)}
-        known[b"queue_wait_ms"] = b"%d" % self._wait_ms
-        return b": facts %b\n\n" % b" ".join(b"%b=%b" % pair for pair in known.items())
-
-
-def usage_of(
-    engine: Engine, relay: Relay, stream: bool, facts: AnswerFacts | None, *, estimates: bool = True
-) -> Usage | None:
-    """Tokens and time of an answer that has ended, as far as it and its headers tell.
-
-    Of a stream that does not tell, or was left, the events are counted if `estimates`.
-    """
-    said = engine.usage(relay.tail(), stream=stream) if facts is None else facts.of(relay.tail())
-    if said is None and not relay.events and (first := relay.first()):
-        # llama.cpp tells the tokens of embeddings before the embeddings.
-        said = engine.usage(first, stream=stream)
-    if said is None:
-        return estimated(relay.events) if estimates and relay.events else None
-    if said.gpu_ms is None and (gpu_ms := _number(relay.headers, GPU_TIME)) is not None:
-        said.gpu_ms = float(gpu_ms)
-    return said
-
-
-def _number(headers: Headers, wanted: bytes) -> int | None:
-    for name, value in headers:
-        if name == wanted:
-            return int(value) if value.isdigit() and len(value) <= _DIGITS_MAX else None
-    return None

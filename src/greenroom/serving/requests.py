@@ -1,14 +1,13 @@
 """All requests to models: each is read, begun, and when it has ended counted and recorded.
 
-`read.py` reads what a request asks for; `running.py` serves one request.
+`read.py` reads what a request asks for; `serve.py` serves one request.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
 
 from greenroom.access.keys import Caller
 from greenroom.access.limits import QuotaHold
@@ -21,18 +20,18 @@ from greenroom.http.exchange import Exchange, RequestIds
 from greenroom.http.request import Head
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.moves.admission import Prefetch
-from greenroom.runtime.remote.spending import settle
 from greenroom.runtime.resolver import NeedsDiskLookup, Resolver
 from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.serving import render
 from greenroom.serving.admitted import Admitted
+from greenroom.serving.answer_facts import version_headers
 from greenroom.serving.answers import LaterAnswer
 from greenroom.serving.body.long_body import SHORT_BYTES, LongBodies, LongBody, Pending, is_plain
 from greenroom.serving.read import Reader, Reading
 from greenroom.serving.request import Request, Settings
-from greenroom.serving.request_log import RequestLog, tokens_used, version_headers
+from greenroom.serving.request_log import RequestLog
 from greenroom.serving.routes import Route, expect_route
-from greenroom.serving.running import RequestServices, Running
+from greenroom.serving.serve import Serving, Shared
 from greenroom.serving.sweep import RequestSweep
 from greenroom.telemetry.logs import get_logger
 
@@ -55,17 +54,9 @@ class Inference:
         self._prefetch = prefetch
         self._tickets = tickets
         self._long_bodies = LongBodies()
-        self._tasks: set[asyncio.Task[None]] = set()
         self.ids = RequestIds()
         self.sweep = RequestSweep(reader.settings, loop)
-        self._shared = RequestServices(
-            tickets,
-            self.sweep,
-            loop,
-            reader,
-            self._spawn,
-            self._ended,
-        )
+        self._shared = Shared(tickets, loop, self.sweep, log, reader)
 
     def configure(self, config: Config) -> None:
         """Apply a changed configuration to all requests that begin from now on."""
@@ -111,14 +102,14 @@ class Inference:
         """Answer this request. Returns at once."""
         reading = self.reading(exchange, admitted, route)
         if route.form or self._is_long(exchange.body):
-            work = self._own(self._handle_long(reading), "long body")
+            work = self._shared.spawn(self._handle_long(reading), "long body")
             # While it is read, the request holds nothing but its connection.
             work.add_done_callback(lambda task: exchange.cut() if task.cancelled() else None)
             return
         try:
             self._answer(reading, reading.read())
         except NeedsDiskLookup as wanted:
-            self._own(self._handle_resolved(reading, wanted), reading.id)
+            self._shared.spawn(self._handle_resolved(reading, wanted), reading.id)
         except Exception as error:
             self._refuse(reading, error)
 
@@ -206,14 +197,14 @@ class Inference:
             self._charge(exchange, request, hold)
         try:
             record = self._log.begin(request)
-            running = Running(exchange, request, record, settings, self._shared)
-            running.begin()
+            serving = Serving(exchange, request, record, settings, self._shared)
+            serving.begin()
         except BaseException:
             # It never came to the scheduler, so it does not end.
             if hold is not None:
                 hold.end(0)
             raise
-        is_hit = running.ticket.granted_at == running.ticket.arrived
+        is_hit = serving.ticket.granted_at == serving.ticket.arrived
         self._log.looked_up(request, is_hit)
         if not is_hit:
             self._prefetch.waits(request.first.entry)
@@ -224,16 +215,6 @@ class Inference:
         exchange.head.answer_lines = None
         hold.begin(is_counted=request.job is not None)
         exchange.head.answer_lines = hold.answer_lines
-
-    def _ended(self, running: Running, error: GreenroomError | None) -> None:
-        try:
-            self._log.ended(running, error)
-        finally:
-            hold = running.request.hold
-            if hold is not None:
-                hold.end(tokens_used(running))
-            if running.bill is not None:
-                settle(running.bill, running.record, running.relay)
 
     def _refuse(self, reading: Reading, error: Exception, request: Request | None = None) -> None:
         admitted, exchange = reading.admitted, reading.exchange
@@ -261,17 +242,6 @@ class Inference:
             return cooling
         return error
 
-    # --- tasks ----------------------------------------------------------------------------------------------------
-
-    def _spawn(self, running: Running) -> asyncio.Task[None]:
-        return self._own(running.run(), running.request.id)
-
-    def _own(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(coroutine, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     @property
     def running(self) -> int:
         return len(self._tickets.open)
@@ -279,8 +249,8 @@ class Inference:
     async def finished(self) -> None:
         """Wait until every request has ended."""
         await self._loop.until(lambda: not self._tickets.open)
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        while self._shared.tasks:
+            await asyncio.wait(self._shared.tasks)
 
 
 def _resolving(resolver: Resolver, wanted: NeedsDiskLookup) -> Callable[[], Awaitable[None]]:

@@ -1,4 +1,4 @@
-"""running.py"""
+"""serve.py"""
 
 from __future__ import annotations
 
