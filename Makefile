@@ -54,7 +54,7 @@ SLOW := slow and not soak and not gpu
 PROGRAM_TESTS := tests/cli tests/docs tests/process tests/workers tests/leases tests/contract tests/deploy tests/sim \
   tests/chaos \
   tests/config/test_described.py tests/engines/estimates/test_estimate_gguf.py tests/engines/test_llamacpp_server.py \
-  tests/runtime/remote/test_shared.py tests/serving/test_running.py tests/access/test_shared_limits.py \
+  tests/runtime/remote/test_shared.py tests/serving/test_serve.py tests/access/test_shared_limits.py \
   tests/features/governance/test_shared_nonces.py
 # Units are what no other stage of `make test` runs: layers are part of `check`, tests of the core are traced for its
 # coverage (but for its long runs), and a running gateway comes late because a unit that is broken explains it.

@@ -96,9 +96,8 @@ from greenroom.runtime.shell import Shell
 from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.timeouts import STOP_MAX_S, TIMEOUTS, Timeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
-from greenroom.serving.rungs import model_facts
-from greenroom.serving.serving import Serving
-from greenroom.serving.tasks import Tasks
+from greenroom.serving.part import RequestsPart
+from greenroom.serving.tasks import Tasks, model_facts
 from greenroom.telemetry.history import History
 from greenroom.telemetry.logs import get_logger
 from greenroom.telemetry.logs import setup as setup_logs
@@ -169,30 +168,31 @@ class App:
         bodies = self.bodies = BodyBudget(limits_for(config.server), str(state_dir.path))
         self.pictures = make_pictures(shell)
         self.tasks = Tasks(model_facts(self.catalog), lambda: self.remote.fallback.is_allowed)
-        self.serving = Serving(
+        self.requests = RequestsPart(
             shell,
             self.memory_watch,
             self.resolver,
             self.tasks,
             self.tickets,
+            self.limiter,
             None if self.usage is None else self.usage.counts,
             PictureAnswers(self.pictures, bodies, self.state),
         )
-        self.inference, self.activity = self.serving.inference, self.serving.activity
-        self.jobs = Jobs(shell, self.inference, self.serving.edge_state, bodies, self.keys)
+        self.inference, self.activity = self.requests.inference, self.requests.activity
+        self.jobs = Jobs(shell, self.inference, self.requests.edge_state, bodies, self.keys)
         self.figures = EngineFigures(shell, self.hosted_moves)
         self.history = History(lambda: sample(self))
         # The last, because routes are given all other parts.
         management = make_management(self)
         bridge, later = AsgiBridge(management), AsyncRequests(self.jobs, bodies, self.inference)
         self.door = Door(self.inference, bridge, management, later)
-        self.edges = Edges(shell, self.serving, bodies, self.keys, self.limiter, bridge, self.door)
+        self.edges = Edges(shell, self.requests, bodies, self.keys, self.limiter, bridge, self.door)
         self.edge, self.metrics_edge = self.edges.edge, self.edges.metrics_edge
         # In the order in which they open and begin. They close in the reverse order, those that write data at last.
         parts = (
             self.governance,
             self.memory,
-            self.serving,
+            self.requests,
             self.keys,
             # Ports are taken before files are opened: a failed start must not push out those of an earlier run.
             self.edges,
@@ -202,7 +202,7 @@ class App:
             self.versions,
             self.pictures,
             self.usage,
-            self.serving.activity_file,
+            self.requests.activity_file,
             # The events last: only they rename an earlier file.
             self.events_file,
             # Leases of an earlier run come before any model: their memory is in use.
@@ -449,11 +449,11 @@ def make_management(gateway: App, streams: Streams | None = None) -> Management:
     Explaining(shell, gateway.resolver, gateway.tasks, gateway.memory_watch, gateway.leasing).add_to(app)
     Simulating(shell, gateway.activity).add_to(app)
     UsageRoutes(gateway.usage).add_to(app)
-    ClientRoutes(shell, gateway.serving.client_stats).add_to(app)
+    ClientRoutes(shell, gateway.requests.client_stats).add_to(app)
     RemoteRoutes(shell, gateway.spending, gateway.remote.fallback).add_to(app)
     Gpus(shell, gateway.memory_watch).add_to(app)
     LeaseRoutes(shell, gateway.leasing).add_to(app)
-    Caches(shell, gateway.serving.salts, gateway.hosted_moves).add_to(app)
+    Caches(shell, gateway.requests.salts, gateway.hosted_moves).add_to(app)
     JobRoutes(gateway.jobs, gateway.bodies).add_to(app)
     PictureRoutes(gateway.pictures, gateway.clock).add_to(app)
     Docs(app, shell).add_to(app)

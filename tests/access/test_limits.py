@@ -177,7 +177,7 @@ def test_nothing_is_on_where_nothing_is_limited() -> None:
     made = limiter(Clock())
     assert not made.is_on
     assert made.admit(ANYONE, b"lab") is None
-    assert made.charge_of(None, ANYONE, b"lab", "m") is None
+    assert made.charge_of(None, ANYONE, b"lab", [made.of_model("m")]) is None
 
 
 def test_refusal_tells_limit_remaining_and_end_of_the_minute() -> None:
@@ -243,7 +243,7 @@ def test_keys_of_the_configuration_carry_their_limits() -> None:
 
 
 def begun(limiter: Limiter, tokens: int = 0, model: str = "m") -> QuotaHold:
-    charge = limiter.charge_of(limiter.admit(ANYONE, None), ANYONE, None, model)
+    charge = limiter.charge_of(limiter.admit(ANYONE, None), ANYONE, None, [limiter.of_model(model)])
     assert charge is not None
     charge.tokens_asked = tokens
     charge.begin()
@@ -264,7 +264,7 @@ def test_places_at_once_are_freed_at_the_end_and_only_once() -> None:
 
 def test_request_refused_when_its_body_has_come_holds_no_place() -> None:
     made = limiter(Clock(), default={"concurrent_max": 1})
-    both = [made.charge_of(made.admit(ANYONE, None), ANYONE, None, "m") for _ in range(2)]
+    both = [made.charge_of(made.admit(ANYONE, None), ANYONE, None, [made.of_model("m")]) for _ in range(2)]
     assert both[0] and both[1]
     both[0].begin()
     with pytest.raises(RateLimited):
@@ -301,7 +301,7 @@ def test_tokens_that_one_limit_refuses_are_reserved_at_none() -> None:
     made = Limiter(wall=Clock())
     made.configure(Config.model_validate({"models": models, "tenants": {"default": {"tokens_per_minute": 100}}}))
     begun(made, tokens=20)
-    refused = made.charge_of(made.admit(ANYONE, None), ANYONE, None, "m")
+    refused = made.charge_of(made.admit(ANYONE, None), ANYONE, None, [made.of_model("m")])
     assert refused is not None
     refused.tokens_asked = 40
     with pytest.raises(RateLimited, match="Model m exceeded"):
@@ -325,7 +325,7 @@ def told(charge: QuotaHold) -> dict[bytes, int]:
 
 def left_of(limiter: Limiter) -> int:
     """Tokens that callers are told to have left."""
-    charge = limiter.charge_of(None, ANYONE, None, "m")
+    charge = limiter.charge_of(None, ANYONE, None, [limiter.of_model("m")])
     assert charge is not None
     return told(charge)[b"remaining"]
 
@@ -414,7 +414,7 @@ def test_model_limits_hold_for_all_tenants_together() -> None:
     begun(made).end(0)
     with pytest.raises(RateLimited, match="Model m exceeded 2 req/min"):
         begun(made)
-    assert made.charge_of(None, ANYONE, None, "other") is None
+    assert made.charge_of(None, ANYONE, None, [made.of_model("other")]) is None
 
 
 def of_model(**limits: int) -> Config:
@@ -427,7 +427,7 @@ def test_a_models_limit_that_is_removed_does_not_hold_while_its_requests_run() -
     running = begun(made)
     made.configure(Config.model_validate({"models": {"m": {"path": "/m.gguf"}}}))
     assert not made.is_on
-    assert made.charge_of(None, ANYONE, None, "m") is None
+    assert made.charge_of(None, ANYONE, None, [made.of_model("m")]) is None
     made.configure(of_model(concurrent_max=1))
     with pytest.raises(RateLimited):
         begun(made)
@@ -439,7 +439,7 @@ def test_without_several_tenants_the_one_that_is_named_is_ignored_also_after_the
     made = Limiter(wall=Clock())
     tenants = {"lab": {"concurrent_max": 1}, "default": {"concurrent_max": 2}}
     made.configure(Config.model_validate({"server": {"multi_tenant": False}, "tenants": tenants}))
-    charge = made.charge_of(None, ANYONE, b"lab", "m")
+    charge = made.charge_of(None, ANYONE, b"lab", [made.of_model("m")])
     assert charge is not None
     assert [meter.name for meter in charge.meters] == ["default"]
 
@@ -470,7 +470,8 @@ def test_a_request_for_a_task_is_counted_for_the_model_that_serves_it() -> None:
     limiter.configure(Config.model_validate({"models": models}))
 
     def begun() -> tuple[QuotaHold, list[Any]]:
-        charge, meters = limiter.charge_of_any(None, ANYONE, None, ("a", "b", "free"))
+        meters = [limiter.of_model(name) for name in ("a", "b", "free")]
+        charge = limiter.charge_of(None, ANYONE, None, meters)
         assert charge is not None and meters[2] is None
         charge.tokens_asked = 60
         charge.begin()

@@ -71,8 +71,7 @@ from greenroom.runtime.shell import Shell
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.serving.prefix_cache import PrefixSalts
-from greenroom.serving.rungs import model_facts
-from greenroom.serving.tasks import Tasks
+from greenroom.serving.tasks import Tasks, model_facts
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.history import History
 from greenroom.telemetry.metrics import Metrics
@@ -282,7 +281,7 @@ class FakeGateway:
         # Tests of their routes have a whole gateway.
         self.downloads = self.updates = self.jobs = self.pictures = self.bodies = self.spending = self.usage = None
         # Parts of which routes ask few things, which are all here.
-        self.shell = self.serving = self.remote = self.models = self.hosted_moves = self
+        self.shell = self.requests = self.remote = self.models = self.hosted_moves = self
         # What was to be forgotten, and what comes of it.
         self.flushed: list[tuple[str, str | None, str | None]] = []
         self.flush_error: Exception | None = None

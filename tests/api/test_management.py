@@ -18,7 +18,7 @@ from greenroom.api.models.model_openapi import DOCUMENTED
 from greenroom.app import make_management
 from greenroom.config.kinds import id_problem
 from greenroom.http.limits import EdgeLimits
-from greenroom.serving.ask import OUR_HEADERS
+from greenroom.serving.admitted import OUR_HEADERS
 from greenroom.serving.body import model_options
 from greenroom.serving.body.peek import BUDGET_S, CLIENT_ID, KEEP_ALIVE, KEEP_ALIVE_S, PRIORITY
 from greenroom.serving.routes import GENERATE, MODEL_ROUTES

@@ -59,13 +59,19 @@ def test_escaped_names_mean_the_same() -> None:
     assert (peeked.model, peeked.client_id) == ("café", "cli")
 
 
+def test_body_that_names_no_model_can_be_given_one() -> None:
+    peeked = peek(b'{"a":1}')
+    assert peeked.model == ""
+    peeked.name_model("caf\u00e9")
+    assert peek(join(peeked.fields, drop=NOTHING, put={})).model == "caf\u00e9"
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        (b"{}", "model"),
         (b'{"model":null}', "model"),
         (b'{"model":1}', "model"),
         (b'{"model":["m"]}', "model"),

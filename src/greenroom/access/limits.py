@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Literal
 
 from greenroom.access.budgets import LIMITS, MINUTE_S, Budget, Window
@@ -305,27 +305,25 @@ class Limiter:
         charge.admit(meters, is_job=is_job)
         return charge
 
+    def of_model(self, model: str) -> Quota | None:
+        """What limits this model; None if nothing does."""
+        return self._of_model.get(model)
+
     def charge_of(
-        self, admitted: QuotaHold | None, caller: Caller, said_tenant: bytes | None, model: str
+        self, admitted: QuotaHold | None, caller: Caller, said_tenant: bytes | None, models: Sequence[Quota | None]
     ) -> QuotaHold | None:
-        """The charge of a request whose body has been read; None if nothing that it uses is limited."""
-        meter = self._of_model.get(model)
+        """The charge of a request whose body has been read; None if nothing that it uses is limited.
+
+        Of several models the one that serves it is named later (`QuotaHold.serve_by`).
+        """
         if admitted is None:
             meters = self._of(caller, said_tenant)
-            if meter is None and not meters:
+            if not meters and not any(models):
                 return None
             admitted = QuotaHold(meters, self._wall)
-        admitted.set_model(meter)
+        if len(models) == 1:
+            admitted.set_model(models[0])
         return admitted
-
-    def charge_of_any(
-        self, admitted: QuotaHold | None, caller: Caller, said_tenant: bytes | None, models: Iterable[str]
-    ) -> tuple[QuotaHold | None, list[Quota | None]]:
-        """The charge of a request that one of these models will serve (`Charge.serve_by`), and the meter of each."""
-        meters = [self._of_model.get(model) for model in models]
-        if admitted is None and (any(meters) or self._of(caller, said_tenant)):
-            admitted = QuotaHold(self._of(caller, said_tenant), self._wall)
-        return admitted, meters
 
     def _of(self, caller: Caller, said_tenant: bytes | None) -> tuple[Quota, ...]:
         if caller.tenant is None:

@@ -18,7 +18,7 @@ from greenroom.http.body import BodyBudget
 from greenroom.http.edge import Edge
 from greenroom.http.limits import limits_for
 from greenroom.runtime.shell import Shell
-from greenroom.serving.serving import Serving
+from greenroom.serving.part import RequestsPart
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("server")
@@ -34,7 +34,7 @@ class Edges(Part):
     def __init__(
         self,
         shell: Shell,
-        serving: Serving,
+        requests: RequestsPart,
         bodies: BodyBudget,
         keys: KeyRing,
         limiter: Limiter,
@@ -42,12 +42,11 @@ class Edges(Part):
         door: Door,
     ) -> None:
         self._shell = shell
-        self._serving = serving
         self._keys = keys
         self._limiter = limiter
         self._management = management
         self.door = door
-        state, server = serving.edge_state, shell.config.server
+        state, server = requests.edge_state, shell.config.server
         handle, refuse = door.handle, door.refuse
         self.edge = Edge(
             admit=door.admit, handle=handle, refuse=refuse, limits=state.limits, state=state, bodies=bodies
@@ -79,7 +78,7 @@ class Edges(Part):
         """Use the keys that there are at present, with their limits."""
         self.door.keys = self._keys.keys
         self._limiter.configure(config, self._keys.keys)
-        self.door.limiter = self._serving.reader.limiter = self._limiter if self._limiter.is_on else None
+        self.door.limiter = self._limiter if self._limiter.is_on else None
 
     def use_changed_keys(self) -> None:
         """The key file was read again."""

@@ -24,7 +24,7 @@ from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
 from greenroom.http.request import Head
 from greenroom.serving import render
-from greenroom.serving.ask import said_tenant
+from greenroom.serving.admitted import Admitted
 from greenroom.serving.requests import Inference
 from greenroom.serving.routes import (
     MODEL_ROUTES,
@@ -53,7 +53,7 @@ _QUOTED: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
 class Answering(Protocol):
     """Answers requests to models in a way of its own."""
 
-    def handle(self, exchange: Exchange, route: Route, caller: Caller) -> None: ...
+    def handle(self, exchange: Exchange, admitted: Admitted, route: Route) -> None: ...
 
 
 class RouteRules(Protocol):
@@ -102,61 +102,53 @@ class Door:
             head.add_to_answer(cors_headers(origin))
             if is_preflight(head):
                 return 0
-        route = MODEL_ROUTES.get(head.path)
-        self._authorise(head, route, said)
-        is_upstream = route is None and head.path.startswith(UPSTREAM_PREFIX)
-        is_job = route is None and not is_upstream and head.method == b"POST" and routed_path(head) == JOBS_PATH
-        if route is not None or is_upstream or is_job:
-            self._inference.check_cooldown(head, _caller(head))
-        if self.limiter is not None and (route is not None or is_upstream or is_job):
-            is_later = is_job or (PREFER in said and self._jobs is not None and prefers_later(head))
-            self._count(self.limiter, head, is_job=is_later)
+        route = _route_of(head)
+        admitted = self._authorise(head, route, said)
+        is_job = route is None and head.method == b"POST" and routed_path(head) == JOBS_PATH
+        if admitted is not None and (route is not None or is_job):
+            self._inference.check_cooldown(admitted)
+            if self.limiter is not None:
+                is_later = is_job or (PREFER in said and self._jobs is not None and prefers_later(head))
+                self._count(self.limiter, head, admitted, is_job=is_later)
         settings = self._inference.settings
         if route is not None:
-            return settings.upload_max if route.form else settings.body_max
-        if is_upstream:
-            return settings.upload_max
+            return settings.upload_max if route.form or route is UPSTREAM else settings.body_max
         # A job's request is inside of the body.
         return settings.body_max if is_job else MANAGEMENT_BODY_MAX
 
     def handle(self, exchange: Exchange) -> None:
         head = exchange.head
-        if head.note is None and is_preflight(head):
+        admitted = head.note if isinstance(head.note, Admitted) else None
+        if admitted is None and is_preflight(head):
             exchange.respond(204, preflight_headers(head), b"")
-            return
-        route = MODEL_ROUTES.get(head.path)
-        if route is None and head.path.startswith(UPSTREAM_PREFIX):
-            route = UPSTREAM
-        if route is not None:
+        elif admitted is not None and admitted.route is not None:
             if self._jobs is not None and prefers_later(head):
-                self._jobs.handle(exchange, route, _caller(head))
+                self._jobs.handle(exchange, admitted, admitted.route)
             else:
-                self._inference.handle(exchange, route, _caller(head))
+                self._inference.handle(exchange, admitted, admitted.route)
         elif self._is_ui(head):
             ui.respond(exchange)
         else:
-            caller = head.note if isinstance(head.note, Caller) else None
-            is_admin = caller is not None and caller.may(Permission.READ)
+            is_admin, caller = admitted is not None and admitted.to_operator, None
+            if admitted is not None:
+                caller = admitted.caller if is_admin else self._inference.narrowed(admitted)
             request_id = self._inference.ids.next()
-            if caller is not None and not is_admin:
-                caller = self._inference.narrowed(head, caller)
             self._management.handle(exchange, routed_path(head), request_id, is_admin=is_admin, caller=caller)
 
     def refuse(self, exchange: Exchange | None, head: Head | None, error: GreenroomError) -> tuple[int, Headers, bytes]:
         """Render an error that the edge answers itself: no valid key, a malformed request, too many connections."""
         self._inference.refused(error)
-        if head is not None and isinstance(head.note, Caller) and _asks_model(head):
-            self._inference.count_refused(error, head, head.note)
+        if head is not None and isinstance(head.note, Admitted) and _asks_model(head, head.note):
+            self._inference.count_refused(error, head.note)
         dialect = OPENAI if head is None else dialect_of(head.path)
         return render.response(error, self._inference.ids.next(), to_operator=False, dialect=dialect)
 
-    def _count(self, limiter: Limiter, head: Head, *, is_job: bool) -> None:
+    def _count(self, limiter: Limiter, head: Head, admitted: Admitted, *, is_job: bool) -> None:
         """Count a request for its tenant and key, before its body is read. Raises RateLimited."""
-        caller = _caller(head)
-        tenant = said_tenant(head) if caller.tenant is None else None
-        head.charge = charge = limiter.admit(caller, tenant, is_job=is_job)
-        if charge is not None:
-            head.answer_lines = charge.answer_lines
+        hold = limiter.admit(admitted.caller, admitted.named_tenant, is_job=is_job)
+        if hold is not None:
+            head.note = admitted.counted(hold)
+            head.answer_lines = hold.answer_lines
 
     def _is_ui(self, head: Head) -> bool:
         return self.serves_ui and head.method in READING and ui.serves(head)
@@ -178,27 +170,27 @@ class Door:
         elif referer is not None and not only_reads:
             self.hosts.check_referer(said.get(b"host"), referer)
 
-    def _authorise(self, head: Head, route: Route | None, said: dict[bytes, bytes]) -> None:
+    def _authorise(self, head: Head, route: Route | None, said: dict[bytes, bytes]) -> Admitted | None:
+        """Note whose request it is. None where that is not asked, on open paths. Raises the error to answer with."""
         is_open = route is None and (head.path in OPEN_PATHS or is_picture(head.path) or self._is_ui(head))
         if is_open and self.keys.enabled:
-            return
-        head.note = caller = self.keys.check(presented_key(said.get(b"authorization"), said.get(b"x-api-key")))
+            return None
+        caller = self.keys.check(presented_key(said.get(b"authorization"), said.get(b"x-api-key")))
+        head.note = admitted = self._inference.admitted(head, route, caller)
         if is_open or caller is ANYONE:
-            return
-        is_upstream = route is None and head.path.startswith(UPSTREAM_PREFIX)
+            return admitted
         if caller.routes is not None:
-            expect_route(caller, head.path if route is not None or is_upstream else routed_path(head))
-        if route is not None or caller.admin:
-            return
-        if is_upstream:
-            self._inference.check_open(head, caller)
+            expect_route(caller, head.path if route is not None else routed_path(head))
+        if route is UPSTREAM and not caller.admin:
+            self._inference.check_open(head, admitted)
             if not has_one_path(head.upgrade):
                 # A server may ignore an offered upgrade.
                 head.upgrade = None
-            return
-        needed = self._rules.needs(head, routed_path(head))
-        if not caller.may(needed):
+        elif (
+            route is None and not caller.admin and not caller.may(needed := self._rules.needs(head, routed_path(head)))
+        ):
             raise _not_allowed(caller, needed)
+        return admitted
 
 
 class MetricsDoor:
@@ -241,17 +233,17 @@ def _not_allowed(caller: Caller, needed: Permission) -> NotAllowed:
     return NotAllowed(f"The key {caller.name} may ask models, but not do this. Use a key with {verb}`admin: true`.")
 
 
-def _asks_model(head: Head) -> bool:
+def _route_of(head: Head) -> Route | None:
+    """The route of a request to a model; None for all others."""
+    route = MODEL_ROUTES.get(head.path)
+    return UPSTREAM if route is None and head.path.startswith(UPSTREAM_PREFIX) else route
+
+
+def _asks_model(head: Head, admitted: Admitted) -> bool:
     """True for requests to models, now or as a job."""
-    if head.path in MODEL_ROUTES or head.path.startswith(UPSTREAM_PREFIX):
+    if admitted.route is not None:
         return True
     return head.method == b"POST" and unquote_to_bytes(head.path) == JOBS_PATH
-
-
-def _caller(head: Head) -> Caller:
-    """The caller that `admit` noted."""
-    assert isinstance(head.note, Caller), "every path to a model is authorised"
-    return head.note
 
 
 def routed_path(head: Head) -> bytes:

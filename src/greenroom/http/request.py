@@ -323,10 +323,7 @@ class Head:
     __slots__ = (
         "answer_headers",
         "answer_lines",
-        "asked",
-        "charge",
         "chunked",
-        "client",
         "content_length",
         "expects_continue",
         "headers",
@@ -359,13 +356,8 @@ class Head:
         self.answer_headers: Headers | None = None
         # Makes more of them, as finished lines, when the answer begins.
         self.answer_lines: Callable[[], bytes] | None = None
-        # Set by the upper layer at `admit`, for its own use at `handle`: its caller, and what it is counted against.
+        # Set by the upper layer at `admit`, for its own use at `handle`.
         self.note: object = None
-        self.charge: object = None
-        # The model that it asks, once that is known.
-        self.asked: str | None = None
-        # The client that its body names, once that is read.
-        self.client: str | None = None
 
     def add_to_answer(self, headers: Headers) -> None:
         """Give these headers to whatever answers this request, an early refusal included."""

@@ -210,14 +210,14 @@ class Tickets:
 
     def __init__(self, loop: SchedulerLoop) -> None:
         self.open: dict[str, Ticket] = {}
-        self._loop = loop
+        self.loop = loop
 
     def arrive(self, event: RequestArrived) -> Ticket:
         """Ask for a slot. The ticket may be decided when this returns."""
         ticket = Ticket(event.request, event.now, event.give_up_at)
         self.open[event.request] = ticket
         try:
-            self._loop.post(event)
+            self.loop.post(event)
         except BaseException:
             del self.open[event.request]
             raise
@@ -227,9 +227,11 @@ class Tickets:
         return ticket
 
     def works_on_another(self, ticket: Ticket) -> bool:
-        """True if the engine of this one has been busy with another request for a while. One that is unavailable says
-        so at once. Looks at all tickets: for rare questions only."""
-        since = self._loop.clock() - WORKS_S
+        """True if the engine of this one has been busy with another request for a while.
+
+        One that is unavailable says so at once. Looks at all tickets: for rare questions only.
+        """
+        since = self.loop.clock() - WORKS_S
         return any(
             one.slot is ticket.slot and one is not ticket and one.granted_at < since for one in self.open.values()
         )
@@ -240,10 +242,10 @@ class Tickets:
         ticket.slot = None
         if ticket.cut_error is not None:
             # It was cut meanwhile, and must not wait again.
-            self._loop.post(ServeDone(self._loop.clock(), ticket.id))
+            self.loop.post(ServeDone(self.loop.clock(), ticket.id))
             ticket.reject(ticket.cut_error)
         else:
-            self._loop.post(ServeDone(self._loop.clock(), ticket.id, lost_before_first_byte=True, was_busy=was_busy))
+            self.loop.post(ServeDone(self.loop.clock(), ticket.id, lost_before_first_byte=True, was_busy=was_busy))
 
     def cancel(self, request: str, error: GreenroomError) -> None:
         """End an open request with this error: it leaves the queue, or its running answer is cut."""
@@ -251,7 +253,7 @@ class Tickets:
         if ticket.slot is not None:
             ticket.cut(error)
         elif ticket.rejection is None:
-            self._loop.post(RequestGone(self._loop.clock(), ticket.id))
+            self.loop.post(RequestGone(self.loop.clock(), ticket.id))
             ticket.reject(error)
 
     def close(self, ticket: Ticket) -> None:
@@ -262,6 +264,6 @@ class Tickets:
         del self.open[ticket.id]
         ticket.on_cut(None)
         if ticket.slot is not None:
-            self._loop.post(ServeDone(self._loop.clock(), ticket.id))
+            self.loop.post(ServeDone(self.loop.clock(), ticket.id))
         elif ticket.rejection is None:
-            self._loop.post(RequestGone(self._loop.clock(), ticket.id))
+            self.loop.post(RequestGone(self.loop.clock(), ticket.id))

@@ -10,7 +10,9 @@ import msgspec
 
 from greenroom.core.model import ModelId, SlotId
 from greenroom.engines.base import CacheFigures, CallEngine
+from greenroom.http.headers import Headers, build_request
 from greenroom.http.remote import RemoteEndpoint
+from greenroom.http.request import Head
 from greenroom.http.upstream import Pool
 from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Child
@@ -116,6 +118,34 @@ class LiveSlot:
         all the while: after a longer pause nothing is known of it."""
         was_asked = now - self.unavailable_at <= UNAVAILABLE_MAX_S
         return self.unavailable_since is not None and was_asked and now - self.unavailable_since > UNAVAILABLE_MAX_S
+
+    @property
+    def is_remote(self) -> bool:
+        return self.remote is not None
+
+    def head(
+        self,
+        asked: Head,
+        target: bytes,
+        length: int,
+        request_id: bytes,
+        allowed: frozenset[bytes],
+        ours: Headers | None,
+    ) -> bytes:
+        """The head of a request like this one for its engine, with those headers that are allowed; or its provider."""
+        if self.remote is not None:
+            return self.remote.head(asked.method, target, asked.headers, length, request_id)
+        return build_request(
+            asked.method,
+            target,
+            asked.headers,
+            host=b"localhost",
+            length=length,
+            request_id=request_id,
+            allowed=allowed,
+            upgrade=asked.upgrade,
+            ours=ours,
+        )
 
     @property
     def process(self) -> Child:

@@ -1,9 +1,6 @@
-"""What is known of a request when it has ended: told to its caller, and written down.
+"""What is known of a request when it has ended, written down: in the activity, the metrics, the usage, for its client.
 
-Owns the headers by which answers tell something, and when each is sent: how long they waited, which model and version
-they are of, and what they cost. The cost of a stream is told at its end: in a trailer, and in a comment. What is not
-known of a cache is `unknown`, and `false` where none is used. `RequestLog` writes each request down: in the activity,
-the metrics, the usage, and for its client.
+Owns what counts as its end, its status and its tokens.
 """
 
 from __future__ import annotations
@@ -11,20 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import Final
-from urllib.parse import quote
 
 from greenroom.access.client_stats import ClientStats
 from greenroom.access.keys import ANYONE, BY_TOKENS, Caller
-from greenroom.engines.base import Engine
-from greenroom.engines.usage import Usage, estimated
 from greenroom.errors import GreenroomError
 from greenroom.http.exchange import Exchange
-from greenroom.http.headers import Headers
 from greenroom.http.relays.relay import Relay, RelayOutcome
-from greenroom.library.records import Version, shown_as
 from greenroom.runtime.loop import Ticket
 from greenroom.serving import render
-from greenroom.serving.ask import Ask
+from greenroom.serving.answer_facts import usage_of
+from greenroom.serving.attempt import Attempt
+from greenroom.serving.request import Request
 from greenroom.serving.routes import UPSTREAM, answers_with_text
 from greenroom.telemetry.activity import Activity, Record, UsageCounts
 from greenroom.telemetry.metrics import Metrics
@@ -41,17 +35,26 @@ _PICTURES_DIGITS_MAX: Final = 6
 
 
 class Served:
-    """One request that is or was served, as its answer and its record tell. `relay` is the last one."""
+    """One request that is or was served. `candidate` is the model that serves it, or did last; before that, the first.
 
-    __slots__ = ("ask", "exchange", "facts", "record", "relay", "ticket")
+    `attempt` is None while it waits for a slot.
+    """
 
-    exchange: Exchange
-    ask: Ask
-    record: Record
+    __slots__ = ("attempt", "candidate", "exchange", "record", "request", "ticket")
+
     ticket: Ticket
-    relay: Relay | None
-    # Of an answer with text that can be read.
-    facts: AnswerFacts | None
+
+    def __init__(self, exchange: Exchange, request: Request, record: Record) -> None:
+        self.exchange: Final = exchange
+        self.request: Final = request
+        self.record: Final = record
+        self.candidate = request.first
+        self.attempt: Attempt | None = None
+
+    @property
+    def relay(self) -> Relay | None:
+        """That of its last attempt, unless it waits again."""
+        return None if self.attempt is None else self.attempt.relay
 
 
 class RequestLog:
@@ -75,25 +78,25 @@ class RequestLog:
         self._wall: Callable[[], float] = time.time
         self._clock: Callable[[], float] = time.monotonic
 
-    def begin(self, ask: Ask, request_id: str) -> Record:
-        """The record of a request that begins now. `ended` completes it."""
+    def begin(self, request: Request) -> Record:
+        """The record of a request that begins now. `end` completes it."""
         record = Record(
-            id=request_id,
-            model=ask.entry.public_id,
-            asked_as=ask.asked_as,
-            tenant=ask.tenant,
-            client=ask.client,
-            route=ask.route.name,
-            stream=ask.stream,
-            priority=ask.priority,
+            id=request.id,
+            model=request.first.name,
+            asked_as=request.asked_as,
+            tenant=request.tenant,
+            client=request.client,
+            route=request.route.name,
+            stream=request.stream,
+            priority=request.priority,
             arrived_at=self._wall(),
         )
         self._activity.begin(record)
         return record
 
-    def looked_up(self, ask: Ask, is_hit: bool) -> None:
+    def looked_up(self, request: Request, is_hit: bool) -> None:
         """A hit found its model ready and with room."""
-        self._metrics.looked_up(ask.entry.public_id, is_hit)
+        self._metrics.looked_up(request.first.name, is_hit)
 
     def refused(self, error: GreenroomError) -> None:
         self._metrics.edge_refused(error.code)
@@ -118,8 +121,9 @@ class RequestLog:
         if self._usage is not None:
             self._usage.refused(key, tenant, model, error.status)
 
-    def ended(self, served: Served, error: GreenroomError | None) -> None:
-        ask, record, ticket, relay = served.ask, served.record, served.ticket, served.relay
+    def end(self, served: Served, error: GreenroomError | None) -> None:
+        """Complete its record, and count it. Called once for each request that came to the scheduler."""
+        request, record, ticket, relay = served.request, served.record, served.ticket, served.relay
         record.total_s = total_s = max(0.0, self._clock() - ticket.arrived)
         record.status = _status(served.exchange, relay, error)
         if error is not None:
@@ -135,17 +139,17 @@ class RequestLog:
         self._activity.end(record)
         if self._write_down is not None:
             self._write_down(record)
-        if relay is None and ask.job is not None and ask.job.is_put_back(error):
+        if relay is None and request.job is not None and request.job.is_put_back(error):
             # It goes on to wait.
             return
-        key, model = _key_of(ask.caller), ask.entry.base_id
-        self._requestors.count(key, ask.tenant, ask.client, model, record.status, record.error_code)
+        key, model = _key_of(request.caller), served.candidate.entry.base_id
+        self._requestors.count(key, request.tenant, request.client, model, record.status, record.error_code)
         if self._usage is not None:
-            self._usage.ended(key, ask.tenant, model, record, _is_uncounted(served))
+            self._usage.ended(key, request.tenant, model, record, _is_uncounted(served))
         self._metrics.request_done(
-            model=ask.entry.public_id,
-            tenant=ask.tenant,
-            route=ask.route.name,
+            model=served.candidate.name,
+            tenant=request.tenant,
+            route=request.route.name,
             status=record.status,
             seconds=total_s,
             wait_s=record.wait_s or 0.0,
@@ -155,37 +159,40 @@ class RequestLog:
 
     def _read_answer(self, served: Served, relay: Relay) -> None:
         """Tokens are read once, from the last bytes of the answer; sound and pictures are told by its headers."""
-        ask, record = served.ask, served.record
+        request, candidate, record = served.request, served.candidate, served.record
+        route, is_not_cached = request.route, candidate.is_not_cached
+        facts = None if served.attempt is None else served.attempt.facts
         record.chunks = relay.events
         if relay.first_data_at is not None:
             record.first_byte_s = max(0.0, relay.first_data_at - served.ticket.arrived)
-        if relay.status != 200 or (ask.route is UPSTREAM and served.exchange.head.method != b"POST"):
+        if relay.status != 200 or (route is UPSTREAM and served.exchange.head.method != b"POST"):
             return
-        if relay.outcome is RelayOutcome.COMPLETE and not ask.route.is_text:
-            self._count_media(ask, record, relay)
-        if ask.route.is_sound:
+        if relay.outcome is RelayOutcome.COMPLETE and not route.is_text:
+            self._count_media(served, relay)
+        if route.is_sound:
             return
-        estimates = ask.route.is_text or (ask.route is UPSTREAM and answers_with_text(ask.target))
-        said = usage_of(ask.entry.engine, relay, ask.stream, served.facts, estimates=estimates)
+        estimates = route.is_text or (route is UPSTREAM and answers_with_text(candidate.target))
+        said = usage_of(candidate.entry.engine, relay, request.stream, facts, estimates=estimates)
         if said is None:
             return
         record.prompt_tokens, record.completion_tokens = said.prompt, said.completion
-        record.cached_tokens, record.estimated = 0 if ask.is_not_cached else said.cached, said.estimated
+        record.cached_tokens, record.estimated = 0 if is_not_cached else said.cached, said.estimated
         record.gpu_time_ms = None if said.gpu_ms is None else round(said.gpu_ms)
-        self._metrics.tokens(ask.entry.public_id, ask.tenant, said.prompt, said.completion, said.cached or 0)
-        if said.cached is not None and not ask.is_not_cached and ask.route.is_text:
-            self._metrics.prefix_looked_up(ask.entry.public_id, said.cached > 0)
+        self._metrics.tokens(candidate.name, request.tenant, said.prompt, said.completion, said.cached or 0)
+        if said.cached is not None and not is_not_cached and route.is_text:
+            self._metrics.prefix_looked_up(candidate.name, said.cached > 0)
 
-    def _count_media(self, ask: Ask, record: Record, relay: Relay) -> None:
+    def _count_media(self, served: Served, relay: Relay) -> None:
         """By headers, which an engine need not send."""
+        record, route = served.record, served.request.route
         for name, value in relay.headers:
             if name == AUDIO_HEADER:
                 record.audio_s = _seconds(value)
             elif name == PICTURES_HEADER and value.isdigit() and len(value) <= _PICTURES_DIGITS_MAX:
                 record.pictures = int(value)
-        if record.audio_s is not None and ask.route.is_sound:
+        if record.audio_s is not None and route.is_sound:
             took_s = max(0.0, (record.total_s or 0.0) - (record.wait_s or 0.0))
-            self._metrics.audio(ask.entry.public_id, ask.route.name, record.audio_s, took_s)
+            self._metrics.audio(served.candidate.name, route.name, record.audio_s, took_s)
 
 
 def _key_of(caller: Caller) -> str:
@@ -195,12 +202,12 @@ def _key_of(caller: Caller) -> str:
 
 def _is_uncounted(served: Served) -> bool:
     """True if an engine worked for this request and nothing tells how much."""
-    record, relay, ask = served.record, served.relay, served.ask
+    record, relay, route = served.record, served.relay, served.request.route
     if relay is None or not (relay.status == 200 or (relay.status == 0 and relay.outcome is RelayOutcome.CLIENT_GONE)):
         return False
     if record.completion_tokens is not None or record.audio_s is not None or record.pictures is not None:
         return False
-    return ask.route is not UPSTREAM or answers_with_text(ask.target)
+    return route is not UPSTREAM or answers_with_text(served.candidate.target)
 
 
 def tokens_used(served: Served) -> int | None:
@@ -227,107 +234,3 @@ def _status(exchange: Exchange, relay: Relay | None, error: GreenroomError | Non
         return CLIENT_CLOSED
     # A connection that left HTTP was answered by the engine's 101, which no relay forwards.
     return relay.status or SWITCHED
-
-
-# --- what answers tell ----------------------------------------------------------------------------------------------
-
-WAIT: Final = b"x-queue-wait-ms"
-MODEL: Final = b"x-model"
-VERSION: Final = b"x-model-version"
-REPO_ID: Final = b"x-model-repo-id"
-CACHE_HIT: Final = b"x-cache-hit"
-TOKENS_REUSED: Final = b"x-cache-tokens-reused"
-GPU_TIME: Final = b"x-gpu-time-ms"
-NOT_CACHED: Final[Headers] = [(CACHE_HIT, b"false"), (TOKENS_REUSED, b"0")]
-NOT_KNOWN: Final[Headers] = [(CACHE_HIT, b"unknown"), (TOKENS_REUSED, b"0")]
-# What the end of a stream tells.
-TRAILER: Final = (b"trailer", GPU_TIME)
-# Longer numbers are no figures.
-_DIGITS_MAX: Final = 12
-# What ids of repositories and paths have, besides letters and digits; anything else is escaped.
-_PLAIN: Final = "/:@._-+,= "
-
-
-def version_headers(version: Version | None, *, to_operator: bool) -> Headers:
-    """Two headers; none for a model that is not under version control."""
-    if version is None:
-        return []
-    repo_id = quote(shown_as(version.repo_id, to_operator=to_operator), safe=_PLAIN)
-    return [(VERSION, b"%d" % version.number), (REPO_ID, repo_id.encode("ascii"))]
-
-
-def model_header(name: str) -> tuple[bytes, bytes]:
-    return MODEL, quote(name, safe=_PLAIN).encode("ascii")
-
-
-def unless_told(ask: Ask) -> Headers | None:
-    """What an answer says of its prefix where its engine does not; None where the engine's answer passes as it is."""
-    if ask.route is UPSTREAM:
-        return None
-    return NOT_CACHED if ask.is_not_cached or ask.route.is_promptless else NOT_KNOWN
-
-
-class AnswerFacts:
-    """Of one answer with text. The last bytes are read once, at the first question."""
-
-    __slots__ = ("_engine", "_stream", "_wait_ms", "is_read", "usage")
-
-    def __init__(self, engine: Engine, stream: bool, wait_ms: int) -> None:
-        self._engine = engine
-        self._stream = stream
-        self._wait_ms = wait_ms
-        self.is_read = False
-        self.usage: Usage | None = None
-
-    def of(self, tail: bytes) -> Usage | None:
-        """Tokens and time, from the last bytes of a complete answer; None if they do not tell."""
-        if not self.is_read:
-            self.is_read = True
-            self.usage = self._engine.usage(tail, stream=self._stream)
-        return self.usage
-
-    def headers(self, tail: bytes) -> Headers:
-        said = self.of(tail)
-        if said is None:
-            return []
-        headers: Headers = []
-        if said.cached is not None:
-            headers.append((CACHE_HIT, b"true" if said.cached else b"false"))
-            headers.append((TOKENS_REUSED, b"%d" % said.cached))
-        return headers + self.trailers(tail)
-
-    def trailers(self, tail: bytes) -> Headers:
-        """What the head of a stream could not tell."""
-        said = self.of(tail)
-        return [] if said is None or said.gpu_ms is None else [(GPU_TIME, b"%d" % round(said.gpu_ms))]
-
-    def comment(self, tail: bytes) -> bytes:
-        """`: facts cache_hit=true cache_tokens_reused=512 gpu_time_ms=40 queue_wait_ms=0`, as a whole event."""
-        known = {name[2:].replace(b"-", b"_"): value for name, value in self.headers(tail)}
-        known[b"queue_wait_ms"] = b"%d" % self._wait_ms
-        return b": facts %b\n\n" % b" ".join(b"%b=%b" % pair for pair in known.items())
-
-
-def usage_of(
-    engine: Engine, relay: Relay, stream: bool, facts: AnswerFacts | None, *, estimates: bool = True
-) -> Usage | None:
-    """Tokens and time of an answer that has ended, as far as it and its headers tell.
-
-    Of a stream that does not tell, or was left, the events are counted if `estimates`.
-    """
-    said = engine.usage(relay.tail(), stream=stream) if facts is None else facts.of(relay.tail())
-    if said is None and not relay.events and (first := relay.first()):
-        # llama.cpp tells the tokens of embeddings before the embeddings.
-        said = engine.usage(first, stream=stream)
-    if said is None:
-        return estimated(relay.events) if estimates and relay.events else None
-    if said.gpu_ms is None and (gpu_ms := _number(relay.headers, GPU_TIME)) is not None:
-        said.gpu_ms = float(gpu_ms)
-    return said
-
-
-def _number(headers: Headers, wanted: bytes) -> int | None:
-    for name, value in headers:
-        if name == wanted:
-            return int(value) if value.isdigit() and len(value) <= _DIGITS_MAX else None
-    return None

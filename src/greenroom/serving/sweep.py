@@ -6,7 +6,7 @@ import asyncio
 from typing import Final, Protocol
 
 from greenroom.runtime.scheduler_loop import SchedulerLoop
-from greenroom.serving.ask import Settings
+from greenroom.serving.request import Settings
 
 # Bounds of the period: fine enough for the shortest heartbeat, rare enough to cost nothing.
 SWEEP_MIN_S: Final = 0.05

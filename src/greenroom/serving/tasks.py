@@ -17,6 +17,7 @@ from greenroom.config.sections.model import KEYS_OF_ENGINES
 from greenroom.core.events import Choice
 from greenroom.core.model import ModelId
 from greenroom.errors import ModelNotFound, NoCandidate
+from greenroom.runtime.catalogue import Catalog
 
 _NOTHING: Final = Require()
 _NO_JSON: Final = "it does not promise strict JSON"
@@ -53,6 +54,26 @@ class CandidateFacts:
 FactsOf = Callable[[str], CandidateFacts | None]
 # Whether the caller may use the model of this id.
 Sees = Callable[[str], bool]
+
+
+def model_facts(catalog: Catalog) -> FactsOf:
+    """What tasks need to know of the models in this catalog."""
+
+    def facts_of(name: str) -> CandidateFacts | None:
+        entry = catalog.find(name)
+        if entry is None:
+            return None
+        facts, engine = entry.facts, entry.engine
+        return CandidateFacts.of(
+            entry.id,
+            entry.config,
+            engine.name,
+            facts.abilities,
+            keeps_json=engine.keeps_json,
+            is_remote=facts.is_remote,
+        )
+
+    return facts_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,3 +157,9 @@ async def test_a_model_of_a_task_that_takes_no_such_tools_is_passed_over(app: Ap
 async def test_what_the_operator_sets_or_strips_is_not_asked_of_the_caller(app: App) -> None:
     answer = await http(app, "POST", COMPLETIONS, {"model": "set", "n": 0, "temperature": "hot"})
     assert answer.status == 200, answer.body
+
+
+async def test_a_request_that_names_no_model_is_told_which_field_it_lacks(app: App) -> None:
+    answer = await http(app, "POST", CHAT, ASK)
+    assert (answer.status, answer.error["param"]) == (400, "model")
+    assert "no field model" in answer.error["message"]

@@ -17,7 +17,7 @@ from greenroom.http.exchange import RawReceiver
 from greenroom.http.headers import NEVER_FORWARDED
 from greenroom.http.request import Head
 from greenroom.runtime.operations.files import ResultPart
-from greenroom.serving.ask import OUR_HEADERS
+from greenroom.serving.admitted import OUR_HEADERS
 from greenroom.serving.routes import MODEL_ROUTES, UPSTREAM, UPSTREAM_PREFIX
 
 # Headers that the answer with the result has of its own.

@@ -49,7 +49,6 @@ from greenroom.runtime.operations.table import OperationTable
 from greenroom.runtime.shell import Shell
 from greenroom.runtime.slots import LiveSlot
 from greenroom.serving import render
-from greenroom.serving.ask import Ask
 from greenroom.serving.body.long_body import LongBody
 from greenroom.serving.requests import Inference
 from greenroom.telemetry.logs import get_logger
@@ -161,39 +160,40 @@ class Jobs(Part):
         """Keep this request; it is run when its turn comes. `retry` None: as X-Job-Retry says. Raises what the request
         itself would be refused with, ShuttingDown, OperationsFull and OperationStoreFull."""
         kept = StoredRequest.of(head, self._inference.settings.forward_headers)
-        reading = Exchange(unwritten(), self._edge, kept.head, body)
-        ask: Ask | None = None
+        exchange = Exchange(unwritten(), self._edge, kept.head, body)
+        admitted = self._inference.admitted(kept.head, route, caller)
+        reading, request = self._inference.reading(exchange, admitted, route), None
         try:
             if self._gateway.is_draining:
                 raise ShuttingDown("The gateway is shutting down and takes no more jobs.")
             retry = _retry(head) if retry is None else retry
-            ask = await self._inference.read_job(reading, route, caller)
-            if ask.charge is not None:
-                ask.charge.admit_to_model()
+            request = await self._inference.read_job(reading)
+            if request.hold is not None:
+                request.hold.admit_to_model()
             row = await self._table.add(
                 OperationKind.JOB,
                 kept,
                 body.chunks(),
                 len(body),
-                tenant=ask.tenant,
+                tenant=request.tenant,
                 key=caller.name,
-                model=ask.entry.public_id,
+                model=request.first.name,
                 route=head.path.decode("ascii", "replace"),
-                priority=ask.priority,
+                priority=request.priority,
                 retry=retry,
             )
         except GreenroomError as error:
             if isinstance(error, RateLimited):
                 # It tells the numbers of the limit that it exceeds.
                 head.answer_lines = None
-            self._inference.count_refused(error, kept.head, caller, ask)
+            self._inference.count_refused(error, admitted, reading, request)
             raise
         self.pump()
         return row
 
     def count_refused(self, error: GreenroomError, head: Head, caller: Caller) -> None:
         """Count an order that could not be read as a refused request."""
-        self._inference.count_refused(error, head, caller)
+        self._inference.count_refused(error, self._inference.admitted(head, None, caller))
 
     def long_body(self, body: Body) -> LongBody:
         """For an order above SHORT_BYTES."""
@@ -307,11 +307,12 @@ class Jobs(Part):
             kept = await self._read(row.id, body)
             head = kept.head
             job.exchange = exchange = Exchange(job.answer, self._edge, head, body)
-            ask = await self._inference.read_job(exchange, route_of(head.path), self.caller_of(job))
-            ask.job = job
-            job.request_id = self._inference.ids.next()
+            route = route_of(head.path)
+            admitted = self._inference.admitted(head, route, self.caller_of(job))
+            request = await self._inference.read_job(self._inference.reading(exchange, admitted, route, job))
+            job.request_id = request.id
             if not job.is_cancelled:
-                self._inference.begin_job(exchange, ask, job.request_id, self._gateway.config.jobs.keep_s)
+                self._inference.begin_job(exchange, request, self._gateway.config.jobs.keep_s)
                 return
             self.ended(job, None)
         except GreenroomError as error:

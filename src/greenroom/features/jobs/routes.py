@@ -42,6 +42,7 @@ from greenroom.http.headers import Headers
 from greenroom.http.request import Head
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.serving import render
+from greenroom.serving.admitted import Admitted
 from greenroom.serving.body.long_body import SHORT_BYTES
 from greenroom.serving.requests import Inference
 from greenroom.telemetry.logs import get_logger
@@ -134,9 +135,9 @@ class AsyncRequests:
         self._inference = inference
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def handle(self, exchange: Exchange, route: Route, caller: Caller) -> None:
+    def handle(self, exchange: Exchange, admitted: Admitted, route: Route) -> None:
         """Answer 202 with the job. Returns at once."""
-        task = asyncio.get_running_loop().create_task(self._answer(exchange, route, caller))
+        task = asyncio.get_running_loop().create_task(self._answer(exchange, route, admitted.caller))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -30,7 +30,7 @@ from greenroom.runtime.memory.devices import name_of, none_there
 from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.resolver import OPERATOR, Resolver
 from greenroom.runtime.shell import Shell
-from greenroom.serving.ask import Settings, arrival, smaller
+from greenroom.serving.request import Settings, arrival, smaller
 from greenroom.serving.tasks import Ladder, Tasks
 from greenroom.telemetry.logs import get_logger
 

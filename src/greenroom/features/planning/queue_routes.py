@@ -22,7 +22,7 @@ from greenroom.errors import Cancelled, NotFound
 from greenroom.features.planning.explain_routes import action_of, naming_policy, why_waits
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.shell import Shell
-from greenroom.serving.ask import Settings, arrival
+from greenroom.serving.request import Settings, arrival
 from greenroom.telemetry.activity import Activity
 from greenroom.telemetry.logs import get_logger
 

@@ -84,6 +84,10 @@ class BodyFields:
         self.budget_s: float | None = None
         self.keep_alive_s: float | None = None
 
+    def name_model(self, name: str) -> None:
+        """Name the model of a body that names none."""
+        self.model, self.fields["model"] = name, Raw(_encoder.encode(name))
+
 
 def copied(peeked: BodyFields) -> BodyFields:
     """The same, whose fields can be replaced."""
@@ -112,19 +116,19 @@ _NULL: Final = b"null"
 _INCLUDE_USAGE: Final = b'{"include_usage":true}'
 
 
-def peek(body: bytes, meant: Callable[[str | None], str | None] | None = None) -> BodyFields:
-    """Read the top level. Raises BadRequest, which names the field or the position that is wrong.
+def peek(body: bytes) -> BodyFields:
+    """Read the top level; the model is empty if it names none.
 
-    `meant` returns the model where the body names none, for the client that the body names; None if there is none.
+    Raises BadRequest, which names the field or the position that is wrong.
     """
-    return read_top_level(fields_of(body), meant)
+    return _read_top_level(fields_of(body))
 
 
-def peek_long(long: LongBody, meant: Callable[[str | None], str | None] | None = None) -> BodyFields:
+def peek_long(long: LongBody) -> BodyFields:
     """The same of a long body. Also raises Pending."""
     outline = long.outline
     fields = long.done("fields", lambda: fields_of(outline.text))
-    peeked = read_top_level(_with_whole_values(outline, fields), meant)
+    peeked = _read_top_level(_with_whole_values(outline, fields))
     peeked.long = long
     return peeked
 
@@ -138,17 +142,14 @@ def fields_of(body: bytes) -> Fields:
     return fields
 
 
-def read_top_level(fields: Fields, meant: Callable[[str | None], str | None] | None) -> BodyFields:
+def _read_top_level(fields: Fields) -> BodyFields:
     """What they say to the gateway. Raises BadRequest."""
     peeked = BodyFields(fields)
     if PRIORITY in fields or CLIENT_ID in fields or BUDGET_S in fields:
         _read_ours(peeked)
     model = fields.get("model")
-    if model is None and meant is not None and (name := meant(peeked.client_id)) is not None:
-        model = fields["model"] = Raw(_encoder.encode(name))
-    if model is None:
-        raise BadRequest("The body has no field model, which says which model to ask.", param="model")
-    peeked.model = check_model(_value(_text, model, "model", "a string"))
+    if model is not None:
+        peeked.model = check_model(_value(_text, model, "model", "a string"))
     stream = fields.get("stream")
     if stream is not None:
         peeked.stream = _value(_flag, stream, "stream", "true or false") is True

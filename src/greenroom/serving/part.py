@@ -7,7 +7,7 @@ from pathlib import Path
 
 from greenroom.access.client_stats import ClientStats
 from greenroom.access.keys import Tenants
-from greenroom.access.profiles import Profiles
+from greenroom.access.limits import Limiter
 from greenroom.config.diff import Changes
 from greenroom.config.part import Apply, Part
 from greenroom.config.schema import Config
@@ -19,16 +19,15 @@ from greenroom.runtime.record.recording import ActivityRecorder
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.shell import Shell
 from greenroom.serving.answers import PictureUrls
-from greenroom.serving.ask import Settings
-from greenroom.serving.ask_reader import AskReader
 from greenroom.serving.prefix_cache import PrefixSalts
+from greenroom.serving.read import Reader
 from greenroom.serving.request_log import RequestLog
 from greenroom.serving.requests import Inference
 from greenroom.serving.tasks import Tasks
 from greenroom.telemetry.activity import Activity, UsageCounts
 
 
-class Serving(Part):
+class RequestsPart(Part):
     """`counts` is None where no usage is kept."""
 
     name = "requests"
@@ -40,31 +39,30 @@ class Serving(Part):
         resolver: Resolver,
         tasks: Tasks,
         tickets: Tickets,
+        limiter: Limiter,
         counts: UsageCounts | None,
         picture_urls: PictureUrls,
     ) -> None:
-        config, server = shell.config, shell.config.server
+        server = shell.config.server
         self.edge_state = EdgeState(limits_for(server))
         self.activity, self.salts, self.tasks = Activity(), PrefixSalts(), tasks
         self.activity_file = ActivityRecorder(Path(server.record_activity)) if server.record_activity else None
         self.client_stats, self._tenants = ClientStats(shell.clock), Tenants()
         self._prefetch = Prefetch(shell.loop.view, watch.host_available_mib, shell.observer)
-        self.reader = AskReader(resolver, shell.catalog, self._tenants, self.salts, shell.live, picture_urls)
+        reader = Reader(resolver, shell.catalog, self._tenants, limiter, tasks, self.salts, shell.live, picture_urls)
         record = None if self.activity_file is None else self.activity_file.add
         log = RequestLog(self.activity, shell.metrics, record, counts, self.client_stats)
-        self.inference = Inference(self.reader, resolver, shell.loop, tickets, log, Settings.of(config), self._prefetch)
-        self._use(config)
+        self.inference = Inference(reader, shell.loop, tickets, log, self._prefetch)
+        self._use(shell.config)
 
     async def draft(self, new: Config, changes: Changes) -> Apply:
         return partial(self._use, new)
 
     def _use(self, config: Config) -> None:
-        self.inference.configure(Settings.of(config))
+        self.inference.configure(config)
         self._tenants.are_named = config.server.multi_tenant
         self.client_stats.configure(config.clients)
-        self.reader.profiles = Profiles(config.profiles) if config.profiles else None
         self.tasks.configure(config)
-        self.reader.tasks = self.tasks if self.tasks else None
 
     async def close(self) -> None:
         self.inference.sweep.close()

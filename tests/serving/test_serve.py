@@ -1,4 +1,4 @@
-"""running.py"""
+"""serve.py"""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def asked(kind: str) -> bytes:
 
 
 @pytest.mark.parametrize("is_warm", [True, False], ids=["warm", "cold"])
-@pytest.mark.parametrize(("kind", "name"), [("chat", "r-"), ("form", "form"), ("form", "r-"), ("asgi", "asgi")])
+@pytest.mark.parametrize(("kind", "name"), [("chat", "r-"), ("form", "long body"), ("form", "r-"), ("asgi", "asgi")])
 async def test_request_ends_whenever_its_task_is_cancelled(tmp_path: Path, kind: str, name: str, is_warm: bool) -> None:
     async with gateway(tmp_path, {"alpha": fake("alpha", concurrency=1)}) as app:
         for turns in (0, 1, 2, 3, 5, 8):
