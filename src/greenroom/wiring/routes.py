@@ -56,7 +56,7 @@ def make_management(gateway: Gateway, streams: Streams | None = None) -> Managem
     Listing(gateway.catalog, gateway.resolver, gateway.tasks, look).add_to(app)
     OllamaRoutes(gateway, gateway.library, gateway.downloads, library, gateway.started_at, look).add_to(app)
     LlamaSwapRoutes(gateway, gateway.loads, gateway.updates, streams, look).add_to(app)
-    CapabilityRoutes(gateway, gateway.loads, look).add_to(app)
+    CapabilityRoutes(gateway, gateway.library, gateway.loads, look).add_to(app)
     Watching(gateway, streams, look, uptime_s).add_to(app)
     Operating(gateway, gateway.loads, gateway.operations, gateway.updates, gateway, streams, look).add_to(app)
     ConfigRoutes(gateway).add_to(app)

@@ -6,10 +6,12 @@ is not known is null; on a machine without GPUs the figures of GPUs are 0 and th
 
 from __future__ import annotations
 
+import asyncio
 import math
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Final
 
 from starlette.requests import Request
@@ -28,6 +30,7 @@ from greenroom.config.sections.model import KEYS_OF_ENGINES, Ability
 from greenroom.core.model import ModelId
 from greenroom.errors import ShuttingDown, StartingUp
 from greenroom.features.operations.loads import Loads
+from greenroom.library.library import Library
 from greenroom.library.records import LibraryRecord
 from greenroom.runtime.catalogue import Entry
 
@@ -111,8 +114,9 @@ class Capabilities(View):
 
 
 class CapabilityRoutes(Routes):
-    def __init__(self, shell: Shell, loads: Loads, look: Callable[[], Snapshot]) -> None:
+    def __init__(self, shell: Shell, library: Library, loads: Loads, look: Callable[[], Snapshot]) -> None:
         self._shell = shell
+        self._library = library
         self._loads = loads
         self._look = look
         self._kept: dict[Caller, tuple[float, Capabilities]] = {}
@@ -127,6 +131,11 @@ class CapabilityRoutes(Routes):
             raise ShuttingDown("The gateway is shutting down.", retry_after_s=KEPT_S)
         if self._shell.is_starting:
             raise StartingUp("The gateway is starting.", retry_after_s=1.0)
+        if self._library.is_looking:
+            # Models that were not found yet would be missing for as long as the answer is kept.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(KEPT_S):
+                    await self._library.looked()
         response.headers["cache-control"] = f"private, max-age={KEPT_S:g}"
         return self._current(caller_of(request))
 
