@@ -131,7 +131,7 @@ class CapabilityRoutes(Routes):
             raise ShuttingDown("The gateway is shutting down.", retry_after_s=KEPT_S)
         if self._shell.is_starting:
             raise StartingUp("The gateway is starting.", retry_after_s=1.0)
-        if self._library.is_looking:
+        if self._library.roots:
             # Models that were not found yet would be missing for as long as the answer is kept.
             with suppress(TimeoutError):
                 async with asyncio.timeout(KEPT_S):
