@@ -427,7 +427,7 @@ def make_management(gateway: App, streams: Streams | None = None) -> Management:
         shell, gateway.resolver, gateway.tasks, gateway.library, gateway.downloads, library, gateway.started_at, look
     ).add_to(app)
     LlamaSwapRoutes(shell, gateway.loads, gateway.updates, streams, look).add_to(app)
-    CapabilityRoutes(shell, gateway.resolver, gateway.memory_watch, gateway.loads, look).add_to(app)
+    CapabilityRoutes(shell, gateway.resolver, gateway.library, gateway.memory_watch, gateway.loads, look).add_to(app)
     Watching(gateway, streams, look, uptime_s).add_to(app)
     Operating(
         shell,

@@ -298,7 +298,8 @@ class HostRule:
         name = _host_name(host)
         if host is not None and not self._allows_host(name):
             raise HostNotAllowed(
-                f"This server does not answer for the host {_shown(host)}. Add it to server.allowed_hosts if it should."
+                f"This server does not answer for the host {_shown(host)}. "
+                "Add it to server.allowed_hosts (ALLOWED_HOSTS) if it should."
             )
         if origin is not None and not self._allows_origin(origin, host):
             raise HostNotAllowed(

@@ -115,7 +115,7 @@ class RejectionErrors:
             case RejectCode.SHUTTING_DOWN:
                 return ShuttingDown("The gateway is shutting down; ask again when it is back.", retry_after_s=5.0)
             case RejectCode.LOST:
-                return EngineLost(f"The engine of {model} was lost twice before it answered.", retry_after_s=1.0)
+                return self._lost(model)
             case RejectCode.STORE_DOWN:
                 message = f"{model} must be loaded and the lease store does not answer; loaded models go on serving."
                 return LeaseStoreUnavailable(message, retry_after_s=retry_s)
@@ -137,6 +137,13 @@ class RejectionErrors:
     def _names(self, leases: tuple[LeaseId, ...]) -> tuple[str, ...]:
         names = lease_names(self._leases.known(), self._loop.view.ledger.others) if leases else {}
         return tuple(names.get(lease, lease) for lease in leases)
+
+    def _lost(self, model: ModelId) -> EngineLost:
+        said, cause = f"The engine of {model} was lost twice before it answered.", self._failures.get(model)
+        if cause is None:
+            return EngineLost(said, retry_after_s=1.0)
+        # How it ended, which only operators are told.
+        return EngineLost(f"{cause.message} {said}", public=said, details=cause.details, retry_after_s=1.0)
 
     def _load_failed(self, model: ModelId, retry_s: float | None) -> GreenroomError:
         cause = self._failures.get(model)

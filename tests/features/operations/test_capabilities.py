@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,9 +13,11 @@ from greenroom.core.model import ModelId, Move, MoveId, MoveKind, Tier
 from greenroom.engines.base import CacheFigures
 from greenroom.errors import LoadOutOfMemory
 from greenroom.features.operations.capabilities import KEPT_S
+from greenroom.library.roots import Roots
 from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.runtime.slots import LiveSlot
 from tests.api.management_rig import GPU, NOW, Client, FakeGateway, FakeWatch, model
+from tests.models import tiny
 from tests.runtime.memory.readings import gpu, reading
 
 PATH = "/v1/capabilities"
@@ -140,6 +145,17 @@ async def test_it_is_503_while_the_gateway_starts_or_stops() -> None:
     stopping = await Client(gate).get(PATH)
     assert (stopping.status, stopping.error["code"]) == (503, "shutting_down")
     assert stopping.headers["retry-after"]
+
+
+async def test_the_first_answer_has_the_models_on_disk(tmp_path: Path) -> None:
+    shutil.copy(tiny("alpha"), tmp_path / "alpha.gguf")
+    gate = gateway()
+    gate.library.use_roots(Roots((str(tmp_path),)))
+    first = asyncio.create_task(asked(gate))
+    await asyncio.sleep(0)
+    await gate.library.refresh()
+    told = await first
+    assert told["models"]["available"] == ["alpha.gguf"] and told["capabilities"]["streaming"] is True
 
 
 async def test_runner_is_named_by_the_configuration() -> None:

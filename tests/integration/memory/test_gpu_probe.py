@@ -16,9 +16,10 @@ import pytest
 
 from greenroom.app import App
 from greenroom.config import loader
-from greenroom.core.model import DeviceId
+from greenroom.core.model import DeviceId, ModelId
 from greenroom.errors import ConfigError
-from tests.harness import fake, gateway, url, write_config
+from tests.harness import fake, gateway, tiny, url, write_config
+from tests.models import tiny as tiny_model
 from tests.standins import fake_gpu
 from tests.waiting import until
 
@@ -128,6 +129,15 @@ async def test_where_pids_are_hidden_what_is_used_beyond_claims_is_foreign(gpus:
         await app.memory_watch.look_now()
         assert foreign(app, A) == 700
         assert (await get(app, "/api/v1/status"))["probe"]["pids_visible"] is False
+
+
+async def test_an_engine_that_cannot_use_the_gpu_is_told(gpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As llama.cpp of the package index, which is built for the CPU alone."""
+    async with on(gpus, {"alpha": tiny(tiny_model("alpha"), memory_mib=None)}) as app:
+        assert (await ask(app, "alpha")).strip() == "alpha says hello"
+        record = app.loop.scheduler.view.models[ModelId("alpha")]
+        await until(lambda: not record.need.gpu_mib, "it was measured")
+    assert " model computes on the CPU model=alpha planned_gpu_mib=" in capsys.readouterr().err
 
 
 async def test_a_probe_that_begins_to_fail_stops_no_request(gpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,6 +137,9 @@ async def test_all_that_is_done_by_one_name_is_of_one_slot(
     assert [one["id"] for one in shown.json()["slots"]] == [slot]
     listed = (await ask(app, "GET", "/v1/models/loaded")).json()["data"]
     assert [(one["id"], one["tier"]) for one in listed] == [(name, "ready")]
+    running = (await ask(app, "GET", "/running")).json()["running"]
+    assert [(one["model"], one["state"]) for one in running] == [(name, "ready")]
+    assert (await ask(app, "GET", f"/props?model={quote(name, safe='')}")).json()["model_alias"] == name
     assert in_memory(app) == [slot], "it was never loaded anew"
     gone = await unloaded(app, name)
     assert gone == {"modelId": name, "gpuMemoryFreedMB": done["gpuMemoryUsedMB"], "kvCacheFlushed": True}

@@ -93,6 +93,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"model": "real", **ASK, "tools": [FUNCTION, {"type": "custom", "custom": {"name": "x"}}]}, "tools"),
     (CHAT, {"model": "real", **ASK, "tools": [{"type": None, "function": {"name": "f"}}]}, "tools"),
     (CHAT, {"model": "real", **ASK, "tools": [5]}, "tools"),
+    (CHAT, {"model": "real", **ASK, "tools": [{"type": "function"}]}, "tools"),
+    (CHAT, {"model": "real", **ASK, "tools": [FUNCTION, {"function": "f"}]}, "tools"),
 ]
 # What some engine answers is not refused.
 PASSED: list[tuple[str, dict[str, Any]]] = [

@@ -137,6 +137,17 @@ async def test_an_engine_that_ends_before_the_first_byte_and_then_is_refused(tmp
         assert CRASHED in await reason(app, refused)
 
 
+async def test_an_engine_that_ends_before_the_first_byte_twice(tmp_path: Path) -> None:
+    async with gateway(tmp_path, talkative(tmp_path), server=SERVER) as app:
+        crashed = await ask(app, LAB, MARKER, crash_at="request")
+        assert (crashed.error["code"], crashed.error["details"]) == ("engine_lost", None)
+        await at_rest(app)
+        await assert_apart(app, tmp_path, {LAB: crashed})
+        assert (await reason(app, crashed)).startswith("alpha was lost: crashing as told; its engine ended (")
+        told = await ask(app, OPS, crash_at="request")
+        assert told.error["message"].startswith("alpha was lost: crashing as told; its engine ended ("), told.body
+
+
 async def test_an_engine_that_ends_in_the_middle_of_a_stream(tmp_path: Path) -> None:
     async with gateway(tmp_path, talkative(tmp_path), server=SERVER) as app:
         cut = await ask(app, LAB, MARKER, stream=True, crash_at="token:2")

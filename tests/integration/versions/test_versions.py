@@ -106,7 +106,7 @@ async def test_generate_asks_the_model_under_version_control(tmp_path: Path) -> 
         assert unknown.status == 404
 
 
-@pytest.mark.parametrize("what", ["missing", "torn", "outside", "kind"])
+@pytest.mark.parametrize("what", ["missing", "torn", "outside", "kind", "alien"])
 async def test_a_version_that_cannot_be_served_changes_nothing(tmp_path: Path, what: str) -> None:
     async with gateway(tmp_path, models(tmp_path), **options(tmp_path)) as app:
         assert said(await ask(app))[2] == "alpha"
@@ -118,10 +118,16 @@ async def test_a_version_that_cannot_be_served_changes_nothing(tmp_path: Path, w
         elif what == "kind":
             path = tmp_path / "models" / "text.gguf"
             path.write_text("no model")
+        elif what == "alien":
+            path.write_bytes(tiny_file("bravo").read_bytes().replace(b"llama", b"whoah"))
         answer = await http(app, "POST", "/update-model?wait=true", {"model_repo_id": str(path)})
         assert answer.status >= 400, answer.body
         if what in ("torn", "kind"):
             assert answer.error["message"].startswith(f"{path} is not a usable GGUF file: it ")
+        if what == "alien":
+            assert "unknown model architecture: 'whoah'" in answer.error["message"]
+        if what in ("torn", "kind", "alien"):
+            assert answer.error["message"].endswith(f" So m cannot serve {path}.")
         now = await version(app)
         assert (now["model_version"], now["updating"]) == (1, False)
         assert now["error"]["code"] == answer.error["code"] and now["desired"]["model_repo_id"] == str(path)

@@ -62,21 +62,27 @@ _SAMPLING: Final[Mapping[str, Read]] = {
 
 class _Tool(msgspec.Struct):
     type: str = FUNCTION
+    function: dict[str, Raw] | None = None
 
 
 _decode_tools: Final = msgspec.json.Decoder(list[_Tool] | None).decode
 
 
 def expect_functions(raw: Raw, model: str) -> None:
-    """Raises NoAbility if `tools` has others than functions: another model of a task may take them."""
+    """Raises NoAbility if `tools` has others than functions: another model of a task may take them.
+
+    BadRequest if one has no function.
+    """
     if len(memoryview(raw)) > READ_BYTES_MAX:
         return
     try:
-        kinds = [tool.type for tool in _decode_tools(raw) or ()]
+        tools = _decode_tools(raw) or ()
     except msgspec.DecodeError as error:
         raise BadRequest(f"{TOOLS}: {error}.", param=TOOLS) from None
-    if other := next((kind for kind in kinds if kind != FUNCTION), None):
+    if other := next((tool.type for tool in tools if tool.type != FUNCTION), None):
         raise NoAbility(f"{model} takes tools of the type {FUNCTION}, and none of {shown(other)}.", param=TOOLS)
+    if any(tool.function is None for tool in tools):
+        raise BadRequest(f"{TOOLS}: a tool has no {FUNCTION}.", param=TOOLS)
 
 
 CHAT: Final = BodyCheck(

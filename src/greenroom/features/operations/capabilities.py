@@ -6,10 +6,12 @@ is not known is null; on a machine without GPUs the figures of GPUs are 0 and th
 
 from __future__ import annotations
 
+import asyncio
 import math
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Final
 
 from starlette.requests import Request
@@ -27,6 +29,7 @@ from greenroom.config.sections.model import KEYS_OF_ENGINES, Ability
 from greenroom.core.model import ModelId
 from greenroom.errors import ShuttingDown, StartingUp
 from greenroom.features.operations.loads import Loads
+from greenroom.library.library import Library
 from greenroom.library.records import LibraryRecord
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.watch import MemoryWatch
@@ -114,10 +117,17 @@ class Capabilities(View):
 
 class CapabilityRoutes(Routes):
     def __init__(
-        self, shell: Shell, resolver: Resolver, watch: MemoryWatch, loads: Loads, look: Callable[[], Snapshot]
+        self,
+        shell: Shell,
+        resolver: Resolver,
+        library: Library,
+        watch: MemoryWatch,
+        loads: Loads,
+        look: Callable[[], Snapshot],
     ) -> None:
         self._shell = shell
         self._resolver = resolver
+        self._library = library
         self._watch = watch
         self._loads = loads
         self._look = look
@@ -133,6 +143,11 @@ class CapabilityRoutes(Routes):
             raise ShuttingDown("The gateway is shutting down.", retry_after_s=KEPT_S)
         if self._shell.is_starting:
             raise StartingUp("The gateway is starting.", retry_after_s=1.0)
+        if self._library.roots:
+            # Models that were not found yet would be missing for as long as the answer is kept.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(KEPT_S):
+                    await self._library.looked()
         response.headers["cache-control"] = f"private, max-age={KEPT_S:g}"
         return self._current(caller_of(request))
 

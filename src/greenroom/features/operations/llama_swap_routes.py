@@ -159,7 +159,7 @@ class LlamaSwapRoutes(Routes):
         look = self._look()
         return [
             {
-                "id": entry.public_id,
+                "id": entry.shown_id(to_operator=True),
                 "name": entry.config.name or "",
                 "description": entry.config.description or "",
                 "state": _state(look, entry),
@@ -175,7 +175,7 @@ def _card(entry: Entry, state: str, to_operator: bool) -> dict[str, Any]:
     config = entry.config
     cmd = config.cmd or () if to_operator else ()
     return {
-        "model": entry.public_id,
+        "model": entry.shown_id(to_operator=to_operator),
         "state": state,
         "cmd": cmd if isinstance(cmd, str) else shlex.join(cmd),
         # Engines are asked through the gateway alone.

@@ -55,7 +55,7 @@ class NativeRoutes(Routes):
         shown: dict[str, Any] = {
             "default_generation_settings": {"n_ctx": entry.config.ctx_size},
             "total_slots": entry.engine.concurrency(entry.config),
-            "model_alias": entry.public_id,
+            "model_alias": entry.shown_id(to_operator=asked_by_admin(request)),
             "modalities": {"vision": Ability.VISION in abilities, "audio": Ability.AUDIO in abilities},
             "is_sleeping": self._view(request, entry).tier == "asleep",
         }

@@ -18,7 +18,7 @@ from greenroom.base.detached import run_detached
 from greenroom.config.schema import Model
 from greenroom.core.events import ConfigChanged, VersionPromoted
 from greenroom.core.model import ModelId, MoveKind
-from greenroom.errors import BadRequest, GreenroomError, TooLarge, UnusableModel, WouldInterrupt
+from greenroom.errors import BadRequest, GreenroomError, LoadFailed, TooLarge, UnusableModel, WouldInterrupt
 from greenroom.features.operations.moves import OperatorMoves
 from greenroom.features.versions.store import NamedVersions, VersionStore
 from greenroom.features.versions.warm_up import WarmUp
@@ -57,8 +57,12 @@ class VersionChanges:
             await self._warm_up.ask(coming, model.versions)
             told("flipping")
             await self._promised(name, model, coming, version)
-        except BaseException:
+        except BaseException as error:
             self._give_up(coming)
+            if isinstance(error, LoadFailed):
+                # It names the model, which is not what is broken.
+                said = f"{error.message} So {name} cannot serve {version.repo_id}."
+                raise type(error)(said, public=error.public, details=error.details, beside=error.beside) from error
             raise
         finally:
             self._release(name)

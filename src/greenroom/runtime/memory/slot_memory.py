@@ -102,7 +102,7 @@ class SlotMemory:
 
     def remember(self, slot: SlotId, entry: Entry) -> None:
         """Store the peak of this slot as the need of its model, and tell the scheduler."""
-        peak = self._watch.peak_of(slot)
+        peak, planned = self._watch.peak_of(slot), self._needs.account_of(entry).need
         # With `fit_memory: false` models take no room, whatever is measured.
         if not peak or not self._catalog.fits_memory or not self._needs.measured(entry, peak):
             return
@@ -111,6 +111,9 @@ class SlotMemory:
             self._loop.post(ConfigChanged(self._loop.clock(), needs={entry.id: account.need}))
         need = account.need
         _log.info("need", model=entry.id, gpu_mib=need.gpu_mib, host_mib=need.host_mib, source=account.source)
+        if planned.gpu_mib and not need.gpu_mib and self._watch.sees_pids:
+            why = "its engine took no memory of the GPU that was planned for it, and may be a build for the CPU alone"
+            _log.warning("model computes on the CPU", model=entry.id, planned_gpu_mib=planned.gpu_mib, why=why)
 
     def grew(self, slot: SlotId, entry: Entry) -> None:
         """A serving slot was seen to use more than is remembered. Reads nothing from disk."""
