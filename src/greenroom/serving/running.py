@@ -465,7 +465,11 @@ class Running(Served):
 
     async def _enter_cost(self, meter: SpendingMeter, payload: Payload) -> None:
         """Enter what it may cost. Raises RemoteBudgetSpent."""
-        bill = meter.begin(payload, self.ask.form_n)
+        form_n, long = self.ask.form_n, self.ask.long
+        bill = (
+            meter.bill(payload, form_n) if long is None else await long.in_thread(lambda: meter.bill(payload, form_n))
+        )
+        meter.begin(bill)
         await meter.confirm(bill)
         self.bill = bill
 
