@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rig.gateways import Gateway, gateway
-from benchmarks.rig.processes import engine_argv, memory_mib
+from benchmarks.rig.processes import engine_argv, free_port, memory_mib
 from benchmarks.rig.result import Run, options_of
 
 GOALS = {"gap_ms_max": 50.0, "memory_ratio_max": 4.0, "memory_mib_max": 32.0}
@@ -70,6 +70,12 @@ def said(before: str, unit: bytes, after: str, *, size: int = LARGE, model: str 
 def times(before: str, unit: bytes, after: str, count: int, *, model: str = "sink") -> Callable[[], bytes]:
     """The same with a number of units: the most that the count of values lets through."""
     return said(before, unit, after, size=len(unit) * count + 200, model=model)
+
+
+def fields(before: str, *, model: str = "sink") -> Callable[[], bytes]:
+    """One field is an object of as many others as the length of an outline lets through."""
+    others = ",".join(f'"{at:0120}":"{at:0120}"' for at in range(55_000))
+    return lambda: f'{{"model":"{model}",{before}:{{{others}}}}}'.encode()
 
 
 PICTURE = b"iVBORw0KGgoAAAANSUhEUgAA"
@@ -114,6 +120,11 @@ def json_cases() -> Iterator[Case]:
         chat,
         times(USER + "[", b'{"type":"image_url","image_url":{"url":"data:,"}},', end, 19_000, model="any"),
     )
+    yield Case("digits of a fraction", chat, said('"seed":0.', b"0", "1," + USER + '"a"}]', size=13 * MIB))
+    one = '"messages":[' + LAST_TURN
+    yield Case("options of a stream", chat, fields(one + ',"stream":true,"stream_options"'))
+    yield Case("answers of a provider", chat, fields(one + ',"n"', model="far"))
+    yield Case("prompts of a provider", "/v1/completions", times('"prompt":[', b'"a",', '"a"]', 98_000, model="far"))
     yield Case("completions: tokens", "/v1/completions", said('"prompt":[', b"12345,", "1]"))
     yield Case("completions: texts", "/v1/completions", said('"prompt":[', b'"aaaaaaaa",', '""]'))
     yield Case("embeddings: 6 million inputs", embed, said('"input":[', b'"aaaaaaa",', '""]'))
@@ -303,11 +314,14 @@ def figures_of(python: str, rounds: int, only: str) -> dict[str, Any]:
     cases = [case for case in (*json_cases(), *dialect_cases(), *other_cases()) if only in f"{case.name} {case.path}"]
     taken: dict[str, list[dict[str, Any]]] = {case.name: [] for case in cases}
     quiet = []
+    models["far"] = {"remote": "nobody"}
+    # Nothing answers there.
+    nobody = {"base_url": f"http://127.0.0.1:{free_port()}/v1", "retries_max": 0, "cost": {"input": 1, "output": 1}}
     tasks = {"any": {"candidates": ["sink", "other"]}}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         models["native"] = llamacpp(folder)
-        own = stack.enter_context(gateway(models=models, python=python, tasks=tasks))
+        own = stack.enter_context(gateway(models=models, python=python, tasks=tasks, remotes={"nobody": nobody}))
         longest_gap = stack.enter_context(watched(own.port))
         for number in range(rounds):
             begun = time.monotonic()

@@ -186,6 +186,30 @@ async def test_a_disk_that_hangs_is_told_and_the_keys_go_on(tmp_path: Path) -> N
     await followed.ring.close()
 
 
+class Pause(float):
+    """One that fails as a pause without memory does."""
+
+    fails = False
+
+    def __le__(self, other: object) -> bool:
+        if self.fails:
+            raise MemoryError
+        return False
+
+
+async def test_a_pause_that_fails_is_not_the_last(tmp_path: Path) -> None:
+    followed, pause = Followed(tmp_path), Pause(0.01)
+    followed.add("a")
+    followed.ring = KeyRing(lambda: None, look_every_s=pause)
+    await followed.begin()
+    pause.fails = True
+    await asyncio.sleep(0.05)
+    pause.fails = False
+    followed.add("b")
+    await until(lambda: followed.opens("b"), within_s=10)
+    await followed.ring.close()
+
+
 @pytest.mark.parametrize("part", ["the look", "what hears of it"])
 async def test_a_look_that_breaks_is_told_and_not_the_last(tmp_path: Path, part: str) -> None:
     followed, breaks = Followed(tmp_path), False

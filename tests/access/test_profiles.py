@@ -147,7 +147,7 @@ def test_switches_are_set_one_by_one() -> None:
     assert switches(one(), {"x": 0}) is None
 
 
-@pytest.mark.parametrize("sent", [5, "text", [1]])
+@pytest.mark.parametrize("sent", [5, "text", [1], {f"switch-{number}": 1 for number in range(20_000)}])
 def test_switches_that_are_none_are_refused(sent: object) -> None:
     with pytest.raises(BadRequest) as refused:
         switches(one(thinking=True), sent)

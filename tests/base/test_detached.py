@@ -83,6 +83,22 @@ async def test_work_without_memory_is_an_error_of_the_system() -> None:
         await run_detached(work, "work")
 
 
+@pytest.mark.parametrize("part", ["create_future", "call_later"])
+async def test_nothing_is_begun_where_there_is_no_memory_to_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    def refused(*said: object) -> None:
+        raise MemoryError
+
+    done = list[int]()
+    monkeypatch.setattr(asyncio.get_running_loop(), part, refused)
+    with pytest.raises(SystemShort):
+        await run_detached(lambda: done.append(1), "work")
+    monkeypatch.undo()
+    assert await run_detached(lambda: done.append(2), "work") is None
+    assert done == [2]
+
+
 @pytest.mark.parametrize("error", [StopIteration(), SystemExit(), asyncio.CancelledError()])
 async def test_no_error_leaves_the_caller_waiting(error: BaseException) -> None:
     def work() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 
 from greenroom.errors import BodiesFull, GatewayBug
 from greenroom.http.body import Body, BodyBudget, lies_in_memory
-from greenroom.http.limits import EdgeLimits
+from greenroom.http.limits import MIB, EdgeLimits
+from tests.waiting import until_now
 
 
 def budget(spool_dir: str | None = None, **limits: int) -> BodyBudget:
@@ -107,6 +109,18 @@ def test_spooled_body_leaves_no_file_and_no_descriptor(tmp_path: os.PathLike[str
     assert os.listdir(tmp_path) == []
     body.close()
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_nothing_waits_while_the_pages_of_a_large_body_are_freed(tmp_path: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    body = Body(budget(str(tmp_path)))
+    for _ in range(256):
+        body.append(bytes(MIB))
+    begun = time.thread_time()
+    body.close()
+    # To free them takes the kernel several times as long.
+    assert time.thread_time() - begun < 0.004
+    until_now(lambda: set(os.listdir("/proc/self/fd")) <= before, "the file is closed")
 
 
 def test_full_disk_is_an_overload(monkeypatch: pytest.MonkeyPatch) -> None:

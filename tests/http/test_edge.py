@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -780,6 +782,23 @@ async def test_bug_in_the_sweep_ends_one_connection_and_not_the_sweep(dial: Dial
     await until(lambda: odd.closed)
     assert await client.is_closed()
     assert (server.edge.stats.bugs, server.edge.stats.idle_closed) == (1, 1)
+
+
+async def test_a_sweep_that_fails_is_not_the_last(
+    dial: Dial, loop_errors: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, client = await dial(keepalive_s=0.2)
+    await client.ask(get())
+
+    def short_of_memory() -> float:
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr(time, "time", short_of_memory)
+    await until(lambda: loop_errors)
+    assert isinstance(loop_errors.pop()["exception"], MemoryError)
+    async with asyncio.timeout(10):
+        assert await client.is_closed()
 
 
 async def test_an_upgrade_that_is_not_taken_is_answered_as_http(dial: Dial) -> None:

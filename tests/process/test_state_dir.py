@@ -120,7 +120,7 @@ def test_leftovers_in_the_run_directory_are_removed_at_open_and_close(path: Path
     assert path.parent.exists()
     (run_dir / "new.sock").touch()
     state.close()
-    assert not run_dir.exists()
+    assert list(run_dir.iterdir()) == []
 
 
 def test_long_path_gets_a_short_run_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,9 +219,17 @@ def test_a_directory_that_is_read_only_stays_so(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o500
 
 
-def test_a_full_disk_does_not_keep_a_gateway_from_starting_again(path: Path) -> None:
+def test_a_full_disk_does_not_keep_a_gateway_from_starting_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = StateDir.open(path)
     before.close()
+    mkdir = os.mkdir
+
+    def mkdir_without_room(folder: Path, mode: int) -> None:
+        if not folder.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        mkdir(folder, mode)
+
+    monkeypatch.setattr(os, "mkdir", mkdir_without_room)
     with full_disk():
         again = StateDir.open(path)
     assert again.id == before.id

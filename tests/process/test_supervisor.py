@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,23 @@ async def test_one_that_dies_is_started_again_and_the_other_is_left_alone(
         assert pids(two) == [other] and not is_gone(other)
     assert all(is_gone(pid) for pid in (*pids(one), other))
     assert "one | here\n" in capsys.readouterr().err
+
+
+async def test_one_that_cannot_be_started_for_a_while_is_started_later(tmp_path: Path) -> None:
+    one, two = stays(tmp_path / "one"), stays(tmp_path / "two")
+    shell, away = tmp_path / "shell", tmp_path / "away"
+    shell.symlink_to(sys.executable)
+    one = replace(one, argv=(str(shell), *one.argv[1:]))
+    said: list[str] = []
+    async with running(Supervisor((one, two), stop_s=10, tell=said.append)) as task:
+        await until(lambda: pids(tmp_path / "one") and pids(tmp_path / "two"))
+        (first,), left_alone = pids(tmp_path / "one"), pids(tmp_path / "two")
+        shell.rename(away)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: task.done() or any("could not be started" in line for line in said))
+        away.rename(shell)
+        await until(lambda: task.done() or len(pids(tmp_path / "one")) > 1)
+        assert not task.done() and pids(tmp_path / "two") == left_alone
 
 
 async def test_all_are_asked_to_end_and_none_is_started_again(

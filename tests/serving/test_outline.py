@@ -123,8 +123,9 @@ def test_numbers_in_lists_hardly_count() -> None:
     assert put_back(outline, outline.text) == said
 
 
-def test_a_number_that_is_too_long_is_refused() -> None:
-    assert "server.json_values_max" in refused(b'{"a":' + b"1" * 4_000_000 + b"}")
+@pytest.mark.parametrize("number", [b"1" * 13_000_000, b"0." + b"0" * 40_000 + b"1", b"1" * 10_000])
+def test_a_number_that_is_too_long_is_refused(number: bytes) -> None:
+    assert "more than 4,096 digits" in refused(b'{"a":[' + number + b"," + b" 1," * 40_000 + b"1]}")
 
 
 def test_white_space_is_left_out() -> None:

@@ -266,6 +266,7 @@ def test_usage_is_asked_for_once(said: bytes | None, becomes: bytes | None, aske
         (b"true", "stream_options"),
         (b"[]", "stream_options"),
         (b'{"include_usage":"yes"}', "stream_options.include_usage"),
+        (b"{" + b'"a":1,' * 20_000 + b'"include_usage":true}', "stream_options"),
     ],
 )
 def test_stream_options_of_another_shape_are_refused(said: bytes, param: str) -> None:

@@ -9,6 +9,7 @@ begun go on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -129,14 +130,17 @@ class KeyRing(Part):
 
     async def _follow(self, path: str | None) -> None:
         while path is not None:
-            await asyncio.sleep(self._look_every_s)
-            known = None if self._reads_again else self._last.mark
             try:
+                # The pause needs memory, too: where there is none, others have their turn all the same.
+                await asyncio.sleep(0)
+                await asyncio.sleep(self._look_every_s)
+                known = None if self._reads_again else self._last.mark
                 self._use_look(await self._answered(path, known))
             except Exception as bug:
                 # The next look reads the file again. Without one, a key that is revoked would be good for ever.
-                self._take(_unread(path, repr(bug)))
-                self._join()
+                with contextlib.suppress(MemoryError):
+                    self._take(_unread(path, repr(bug)))
+                    self._join()
 
     async def _answered(self, path: str, known: Mark | None) -> Look:
         """One look, however long it takes: a second thread would hang, too. Says when it takes long."""

@@ -23,6 +23,8 @@ REMEMBERED_MAX: Final = 2_000
 FOR_EVER: Final = -1.0
 
 _EMPTY: Final[Mapping[str, bytes]] = {}
+# Of a caller's switches, which are read at once and put together with the profile's.
+SWITCHES_BYTES_MAX: Final = 256 * 1024
 _switches: Final = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 
 Fields = Mapping[str, msgspec.Raw]
@@ -138,6 +140,8 @@ def _shorter(one: float | None, other: float | None) -> float | None:
 
 
 def _read(raw: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+    if len(raw) > SWITCHES_BYTES_MAX:
+        raise BadRequest(f"{TEMPLATE_SWITCHES} has more than {SWITCHES_BYTES_MAX:,} bytes.", param=TEMPLATE_SWITCHES)
     try:
         return _switches.decode(raw) or {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

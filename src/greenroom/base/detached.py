@@ -35,11 +35,6 @@ async def run_detached(
     If this is cancelled, the thread runs on by itself. Then `unclaimed` gets its result, to release what that holds.
     """
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[Result] = loop.create_future()
-
-    begun = threading.Lock()
-    # Made while there is memory for it.
-    short = SystemShort(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     def run() -> None:
         if not begun.acquire(blocking=False):
@@ -74,11 +69,19 @@ async def run_detached(
             _fail(done, SystemShort(errno.ENOMEM, f"there was no memory to begin to {name}"))
 
     try:
-        # Not `threading.Thread`: the loop would wait without end for a thread that has no memory to begin.
-        _thread.start_new_thread(run, ())
+        # All that needs memory comes before the thread: a caller that is told of a failure may try again.
+        done: asyncio.Future[Result] = loop.create_future()
+        begun = threading.Lock()
+        short = SystemShort(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        giving_up = loop.call_later(BEGINS_WITHIN_S, give_up)
+        try:
+            # Not `threading.Thread`: the loop would wait without end for a thread that has no memory to begin.
+            _thread.start_new_thread(run, ())
+        except BaseException:
+            giving_up.cancel()
+            raise
     except (RuntimeError, MemoryError) as error:
         raise SystemShort(errno.EAGAIN, "no thread can be started (a limit of processes, or of memory)") from error
-    giving_up = loop.call_later(BEGINS_WITHIN_S, give_up)
     try:
         return await done
     except asyncio.CancelledError:

@@ -56,8 +56,13 @@ def serve(plan: ServePlan, greet: Callable[[App], None]) -> int:
     for warning in plan.warnings:
         logs.get_logger("config").warning(warning)
     _allow_open_files()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    try:
         return runner.run(_serve(plan, greet))
+    finally:
+        # Everything is closed. To tidy up the loop needs a descriptor, which there may be none for: uvloop raises both.
+        with contextlib.suppress(OSError, RuntimeError):
+            runner.close()
 
 
 async def _serve(plan: ServePlan, greet: Callable[[App], None]) -> int:

@@ -7,6 +7,8 @@ cache.
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import math
 import os
 import tempfile
@@ -19,6 +21,8 @@ from greenroom.errors import BodiesFull, GatewayBug
 from greenroom.http.limits import EdgeLimits
 
 READ_BYTES: Final = 64 * 1024
+# Of a file this long the kernel frees the pages within about two milliseconds.
+CLOSED_AT_ONCE_BYTES: Final = 16 * 1024 * 1024
 # Line breaks between numbers must not come into a text. Texts of JSON have none.
 _ON_ONE_LINE: Final = bytes.maketrans(b"\t\n\r", b"   ")
 _MOUNTS: Final = Path("/proc/self/mountinfo")
@@ -173,7 +177,7 @@ class Body:
         self._parts = []
         if self._file >= 0:
             self._budget.give_back_spool(self._spool_held)
-            os.close(self._file)
+            _close(self._file, self._spool_held)
             self._file = -1
 
     def _expect_open(self) -> None:
@@ -260,6 +264,16 @@ class Spliced:
 def _cut(data: bytes, begin: int, end: int) -> Iterator[bytes]:
     for start in range(begin, end, READ_BYTES):
         yield data[start : min(start + READ_BYTES, end)]
+
+
+def _close(descriptor: int, length: int) -> None:
+    """The kernel frees what the file holds before a close returns: of a large one a thread waits for that."""
+    if length > CLOSED_AT_ONCE_BYTES:
+        # Without a thread, all wait.
+        with contextlib.suppress(RuntimeError, MemoryError):
+            _thread.start_new_thread(os.close, (descriptor,))
+            return
+    os.close(descriptor)
 
 
 def _open_unlinked(directory: str) -> int:

@@ -207,6 +207,8 @@ class Edge:
         self.state.date = wire.date_line(time.time())
 
     def _sweep(self) -> None:
+        # First, so that one sweep that fails is not the last.
+        self._next_sweep = self._loop.call_later(self.limits.sweep_s, self._sweep)
         self._read_clock()
         for connection in list(self._connections):
             try:
@@ -215,7 +217,6 @@ class Edge:
                 log.exception("sweeping a connection failed")
                 self.state.stats.bugs += 1
                 connection.transport.abort()
-        self._next_sweep = self._loop.call_later(self.limits.sweep_s, self._sweep)
 
 
 def _is_loopback(ip: str) -> bool:

@@ -90,12 +90,16 @@ class StateDir:
         return text
 
     def close(self) -> None:
-        """Remove the run directory and release the lock. May be called again."""
+        """Empty the run directory and release the lock. May be called again."""
         if self._lock_fd is None:
             return
         lock_fd, self._lock_fd = self._lock_fd, None
         try:
-            shutil.rmtree(self.run_dir, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _empty(self.run_dir)
+                # Ours stays: a full disk has no room for a new one.
+                if self.run_dir.parent != self.path:
+                    self.run_dir.rmdir()
             os.ftruncate(lock_fd, 0)
         finally:
             os.close(lock_fd)
@@ -172,8 +176,7 @@ def _make_run_dir(path: Path, name: str) -> Path:
     if run_dir is None:
         raise errors.ConfigError(f"{path} is too long for Unix sockets and so is every place for temporary files")
     _make_private(run_dir)
-    for leftover in run_dir.iterdir():
-        _remove(leftover)
+    _empty(run_dir)
     return run_dir
 
 
@@ -188,8 +191,9 @@ def _leaves_room(path: Path) -> bool:
     return len(os.fsencode(path)) + 1 + SOCKET_NAME_BYTES_MAX <= UNIX_PATH_BYTES_MAX
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _empty(folder: Path) -> None:
+    for leftover in folder.iterdir():
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from greenroom.errors import LoadFailed
 from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Child, Command, Exit, spawn
 
@@ -81,14 +82,21 @@ class Supervisor:
         clock, pause_s, is_first = asyncio.get_running_loop().time, RESTART_S, True
         while not self._is_ending.is_set():
             began = clock()
-            ended = await self._ran(program)
+            try:
+                ended = await self._ran(program)
+                what = f"{program.name} ended ({ended})"
+                if is_first and ended.code and clock() - began < STEADY_S and not self._is_ending.is_set():
+                    raise NotStarted(f"{program.name} could not start ({ended})")
+            except LoadFailed as failed:
+                # The system may give no process now, and one in a moment.
+                if is_first:
+                    raise
+                what = f"{program.name}: {failed.message}"
             if self._is_ending.is_set():
                 return
-            if is_first and ended.code and clock() - began < STEADY_S:
-                raise NotStarted(f"{program.name} could not start ({ended})")
             is_first = False
             pause_s = RESTART_S if clock() - began >= STEADY_S else pause_s
-            self._tell(f"{program.name} ended ({ended}); it is started again in {pause_s:g} s")
+            self._tell(f"{what}; it is started again in {pause_s:g} s")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._is_ending.wait()

@@ -19,7 +19,7 @@ from greenroom.http.relays.relay import Relay, RelayOptions, RelayOutcome
 from greenroom.http.relays.tunnel import Tunnel
 from greenroom.runtime.loop import Ticket, Tickets
 from greenroom.runtime.prompt_slots import CachePin, PromptCacheSlots
-from greenroom.runtime.remote.spending import Bill, settle
+from greenroom.runtime.remote.spending import Bill, SpendingMeter, settle
 from greenroom.runtime.slots import EXIT_FOLLOWS_S, LiveSlot
 from greenroom.serving.answer_facts import (
     TRAILER,
@@ -115,9 +115,7 @@ class Attempt:
                 return None
             payload = await self._payload()
             if self.slot.meter is not None:
-                bill = self.slot.meter.begin(payload, self.candidate.content.answers)
-                await self.slot.meter.confirm(bill)
-                self._bill = bill
+                await self._enter_cost(self.slot.meter, payload)
             head = self._head(len(payload))
             relay = self._new_relay(None)
             # A request that was cut meanwhile is stopped already.
@@ -139,6 +137,16 @@ class Attempt:
         content, pinned = self.candidate.content, _NOTHING if self._pin is None else self._pin.fields
         long = content.long
         return content.payload(pinned) if long is None else await long.in_thread(lambda: content.payload(pinned))
+
+    async def _enter_cost(self, meter: SpendingMeter, payload: Payload) -> None:
+        """Enter what it may cost. Raises RemoteBudgetSpent."""
+        answers, long = self.candidate.content.answers, self.candidate.content.long
+        bill = (
+            meter.bill(payload, answers) if long is None else await long.in_thread(lambda: meter.bill(payload, answers))
+        )
+        meter.begin(bill)
+        await meter.confirm(bill)
+        self._bill = bill
 
     def _head(self, length: int) -> bytes:
         return self.slot.head(

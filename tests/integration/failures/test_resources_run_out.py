@@ -250,12 +250,15 @@ async def test_a_shortage_costs_nothing_that_is_not_of_its_time(folder: Path, ki
     assert len(said) == len(set(said)) <= TOLD_MAX and "Traceback" not in "".join(said), said
 
 
-async def test_a_stop_ends_while_nothing_can_be_started_or_written(folder: Path) -> None:
+@pytest.mark.parametrize("kinds", [("threads", "disk"), ("descriptors",)])
+async def test_a_stop_ends_while_nothing_can_be_started_or_written(folder: Path, kinds: Sequence[str]) -> None:
     with alone(folder, models(), **options(folder)) as gate:
         callers = Callers(gate)
         async with callers.at_work():
             await until(lambda: callers.seen["200"] > 20, "it serves")
-            with shortage(gate, "threads"), shortage(gate, "disk"):
+            with contextlib.ExitStack() as short:
+                for kind in kinds:
+                    short.enter_context(shortage(gate, kind))
                 # As long as the writers of usage take to notice.
                 await asyncio.sleep(SHORT_S)
                 assert gate.stop(ENDS_WITHIN_S) == 0

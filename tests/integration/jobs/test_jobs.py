@@ -286,6 +286,7 @@ async def test_events_tell_each_status(tmp_path: Path) -> None:
     ("body", "status", "code"),
     [
         (b"{", 400, "invalid_request"),
+        (b'{"route": "/v1/chat/completions", "body": ' + b"[" * 9_000, 400, "invalid_request"),
         ({"body": {}}, 400, "invalid_request"),
         ({"route": CHAT}, 400, "invalid_request"),
         ({"route": CHAT, "body": chat(), "retries": 3}, 400, "invalid_request"),

@@ -50,7 +50,7 @@ class Gateway:
         self.meter = meter
 
     async def enter(self, tokens: int) -> Bill:
-        bill = self.meter.begin(json.dumps({"max_tokens": tokens}).encode())
+        bill = self.meter.begin(self.meter.bill(json.dumps({"max_tokens": tokens}).encode()))
         await self.meter.confirm(bill)
         return bill
 
@@ -227,16 +227,16 @@ async def test_nothing_of_a_budget_is_spent_while_the_sums_cannot_be_written(tmp
     spending.open()
     meter = spending.meter("acme", REMOTE, "large")
     assert meter is not None
-    meter.begin(b'{"max_tokens": 1}').settle(0, 1)
+    meter.begin(meter.bill(b'{"max_tokens": 1}')).settle(0, 1)
     with pytest.raises(OSError, match="No space left"):
         await spending.close()
     with pytest.raises(RemoteSpendingUnknown, match=r"cannot be written down.*No space left"):
-        meter.begin(b'{"max_tokens": 1}')
+        meter.begin(meter.bill(b'{"max_tokens": 1}'))
     is_full = False
     with pytest.raises(RemoteSpendingUnknown):
-        meter.begin(b'{"max_tokens": 1}')
+        meter.begin(meter.bill(b'{"max_tokens": 1}'))
     await spending.close()
-    meter.begin(b'{"max_tokens": 1}').settle(0, 1)
+    meter.begin(meter.bill(b'{"max_tokens": 1}')).settle(0, 1)
     await spending.close()
     assert spending.spent("acme") == 2.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from greenroom.config.schema import Remote
 from greenroom.config.sections.remotes import TokenCost
 from greenroom.errors import ConfigError, ConfigNotKept, RemoteBudgetSpent, RemoteSpendingUnknown
+from greenroom.http.limits import MIB
 from greenroom.runtime.remote.fallback import FILE_NAME as SWITCH_FILE
 from greenroom.runtime.remote.fallback import VARIABLE, CloudFallback
 from greenroom.runtime.remote.spending import (
@@ -66,17 +68,17 @@ def body(tokens: int, **more: int) -> bytes:
 async def test_a_new_day_has_its_own_budget_and_a_clock_that_jumps_opens_no_second_one(tmp_path: Path) -> None:
     clock = Clock()
     spending, meter = opened(tmp_path, clock)
-    meter.begin(body(10)).settle(0, 10)
+    meter.begin(meter.bill(body(10))).settle(0, 10)
     with pytest.raises(RemoteBudgetSpent) as refused:
-        meter.begin(body(1))
+        meter.begin(meter.bill(body(1)))
     assert refused.value.retry_after_s == DAY_S / 2 and "acme" not in refused.value.public
     clock.now = NOON + 400 * DAY_S
-    meter.begin(body(1)).settle(0, 1)
+    meter.begin(meter.bill(body(1))).settle(0, 1)
     clock.now = NOON
     with pytest.raises(RemoteBudgetSpent):
-        meter.begin(body(1))
+        meter.begin(meter.bill(body(1)))
     clock.now += DAY_S
-    meter.begin(body(9)).settle(0, 9)
+    meter.begin(meter.bill(body(9))).settle(0, 9)
     assert spending.spent("acme") == 9.0 and spending.spent("other") == 0.0
     await spending.close()
     again, _ = opened(tmp_path, clock)
@@ -89,7 +91,7 @@ async def test_a_restart_while_the_clock_is_wrong_opens_no_second_budget(tmp_pat
     for now, tokens in ((NOON, 10), (NOON + jump_s, 1)):
         clock.now = now
         spending, meter = opened(tmp_path, clock)
-        meter.begin(body(tokens)).settle(0, tokens)
+        meter.begin(meter.bill(body(tokens))).settle(0, tokens)
         await spending.close()
     clock.now = NOON
     assert opened(tmp_path, clock)[0].spent("acme") == 10.0
@@ -100,7 +102,7 @@ async def test_the_file_holds_the_last_days_only(tmp_path: Path) -> None:
     spending, meter = opened(tmp_path, clock)
     for _ in range(3 * DAYS_KEPT):
         clock.now += DAY_S
-        meter.begin(body(1)).settle(0, 1)
+        meter.begin(meter.bill(body(1))).settle(0, 1)
     await spending.close()
     days = json.loads((tmp_path / FILE_NAME).read_text())["days"]
     assert list(days) == [str(int(clock.now // DAY_S) - age) for age in reversed(range(DAYS_KEPT))]
@@ -108,7 +110,7 @@ async def test_the_file_holds_the_last_days_only(tmp_path: Path) -> None:
 
 async def test_what_is_under_way_is_written_down_as_spent(tmp_path: Path) -> None:
     spending, meter = opened(tmp_path, Clock())
-    bill = meter.begin(body(4, n=2))
+    bill = meter.begin(meter.bill(body(4, n=2)))
     assert spending.spent("acme") == 8.0
     await spending.close()
     # As if the gateway had been killed here.
@@ -158,17 +160,29 @@ async def test_what_is_under_way_is_written_down_as_spent(tmp_path: Path) -> Non
 async def test_what_a_request_may_cost_is_read_from_its_body(tmp_path: Path, payload: bytes, tokens: int) -> None:
     spending = Spending(tmp_path, Clock())
     cost = TokenCost(input=0, output=1e6)
-    bill = SpendingMeter(spending, "acme", cost, None).begin(payload)
+    bill = SpendingMeter(spending, "acme", cost, None).bill(payload)
     assert bill.expected == tokens
     bill.drop()
     assert spending.spent("acme") == 0.0
     await spending.close()
 
 
+async def test_what_is_no_number_is_not_quoted_by_its_error(tmp_path: Path) -> None:
+    payload = b'{"n": {"a": "' + b"\xc3\xa9" * (2 * MIB) + b'"}}'
+    spending = Spending(tmp_path, Clock())
+    meter = SpendingMeter(spending, "acme", TokenCost(input=0, output=1e6), None)
+    tracemalloc.start()
+    assert meter.bill(payload).expected == ANSWER_TOKENS
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * len(payload)
+    await spending.close()
+
+
 @pytest.mark.parametrize(("n", "tokens"), [(None, 1), ("3", 3), ("", 1), ("many", 1), ("9" * 400, TOKENS_MAX)])
 async def test_a_form_may_ask_for_several_answers(tmp_path: Path, n: str | None, tokens: int) -> None:
     spending = Spending(tmp_path, Clock())
-    bill = SpendingMeter(spending, "acme", TokenCost(input=0, output=1e6), None).begin(Form(), n)
+    bill = SpendingMeter(spending, "acme", TokenCost(input=0, output=1e6), None).bill(Form(), n)
     assert bill.expected == min(tokens * ANSWER_TOKENS, TOKENS_MAX)
     bill.drop()
     await spending.close()
@@ -179,7 +193,8 @@ async def test_a_stream_that_was_left_counts_by_its_length_up_to_what_was_expect
     tmp_path: Path, events: int, received: int, tokens: int
 ) -> None:
     spending = Spending(tmp_path, Clock())
-    SpendingMeter(spending, "acme", TokenCost(input=0, output=1e6), None).begin(body(50)).settle_part(events, received)
+    meter = SpendingMeter(spending, "acme", TokenCost(input=0, output=1e6), None)
+    meter.begin(meter.bill(body(50))).settle_part(events, received)
     assert spending.spent("acme") == tokens
     await spending.close()
 
@@ -195,22 +210,22 @@ async def test_a_broken_file_opens_no_fresh_budget(tmp_path: Path, text: str) ->
     (tmp_path / FILE_NAME).write_text(text)
     spending, meter = opened(tmp_path, Clock())
     with pytest.raises(RemoteSpendingUnknown, match=FILE_NAME) as refused:
-        meter.begin(body(1))
+        meter.begin(meter.bill(body(1)))
     assert refused.value.status == 503 and refused.value.final and FILE_NAME not in refused.value.public
     without_budget = spending.meter("free", Remote(base_url="https://a", cost=TokenCost(input=0, output=1e6)), "large")
     assert without_budget is not None
-    without_budget.begin(body(3)).settle(0, 3)
+    without_budget.begin(without_budget.bill(body(3))).settle(0, 3)
     await spending.close()
     assert (tmp_path / FILE_NAME).read_text() == text, "what is left of it is kept"
     (await spending.look_again())()
     with pytest.raises(RemoteSpendingUnknown):
-        meter.begin(body(1))
+        meter.begin(meter.bill(body(1)))
     (tmp_path / FILE_NAME).write_text('{"version": 1, "days": {"20000": {"acme": 8, "free": 1}}}')
     (await spending.look_again())()
     assert (spending.spent("acme"), spending.spent("free")) == (8.0, 4.0)
-    meter.begin(body(2)).settle(0, 2)
+    meter.begin(meter.bill(body(2))).settle(0, 2)
     with pytest.raises(RemoteBudgetSpent):
-        meter.begin(body(1))
+        meter.begin(meter.bill(body(1)))
     await spending.close()
     assert opened(tmp_path, Clock())[0].spent("free") == 4.0
 
@@ -220,7 +235,7 @@ async def test_a_broken_file_that_is_removed_counts_from_0(tmp_path: Path) -> No
     spending, meter = opened(tmp_path, Clock())
     (tmp_path / FILE_NAME).unlink()
     (await spending.look_again())()
-    meter.begin(body(1)).settle(0, 1)
+    meter.begin(meter.bill(body(1))).settle(0, 1)
     await spending.close()
     assert opened(tmp_path, Clock())[0].spent("acme") == 1.0
 

@@ -316,6 +316,8 @@ def _read(body: bytes) -> _JobBody:
         asked = msgspec.json.decode(body, type=_JobBody)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadRequest(f"The body is JSON with `route`, `body` and optionally `retry`: {error}.") from error
+    except RecursionError:
+        raise BadRequest("The body is nested too deeply.") from None
     if _TARGET.fullmatch(asked.route) is None:
         raise BadRequest(f"{shown(asked.route)} is no path.", param="route")
     return asked

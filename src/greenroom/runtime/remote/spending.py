@@ -284,14 +284,17 @@ class SpendingMeter:
         self._cost = cost
         self._budget = budget
 
-    def begin(self, payload: Payload, form_n: str | None = None) -> Bill:
-        """Enter a request that is about to be sent. `form_n` is the field `n` of a form. Raises RemoteBudgetSpent."""
+    def bill(self, payload: Payload, form_n: str | None = None) -> Bill:
+        """What a request is expected to cost. `form_n` is the field `n` of a form. A long one is read in a thread."""
         prompt = -(-len(payload) // BYTES_PER_TOKEN)
         if isinstance(payload, bytes | Spliced):
             answer = _answer_tokens(payload if isinstance(payload, bytes) else payload.outline)
         else:
             answer = ANSWER_TOKENS * _count((form_n or "").encode(), 1)
-        bill = Bill(self._spending, self._name, self._cost, prompt, min(answer, TOKENS_MAX))
+        return Bill(self._spending, self._name, self._cost, prompt, min(answer, TOKENS_MAX))
+
+    def begin(self, bill: Bill) -> Bill:
+        """Enter a request that is about to be sent. Raises RemoteBudgetSpent."""
         self._spending.begin(bill, self._budget)
         return bill
 
@@ -363,6 +366,9 @@ def _prompts(said: msgspec.Raw) -> int:
 
 def _count(said: bytes, otherwise: int) -> int:
     """A whole number above 0, which some providers also read from 5.0 or "5"; `otherwise` for anything else."""
+    if said[:1] in (b"[", b"{"):
+        # The error of `float` would quote all of it.
+        return otherwise
     try:
         number = float(said.strip(b'"'))
     except ValueError:

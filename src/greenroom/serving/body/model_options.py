@@ -16,6 +16,8 @@ from greenroom.errors import BadRequest
 from greenroom.runtime.adhoc_model import NO_OPTIONS, ModelOptions, check_backend
 from greenroom.serving.body.peek import Fields
 
+# None of them has much to say, and all callers wait while they are read.
+BYTES_MAX: Final = 64 * 1024
 _DEVICES: Final = ("cuda", "cpu")
 
 
@@ -92,6 +94,8 @@ def _options(said: Mapping[str, object]) -> ModelOptions:
 
 def _decoded(name: str, fields: Fields) -> object:
     try:
+        if len(fields[name]) > BYTES_MAX:
+            raise msgspec.DecodeError
         return msgspec.json.decode(fields[name])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise BadRequest(f"{name} is not valid.", param=name) from None

@@ -49,6 +49,8 @@ _HEADS: Final = {
     for long_bytes in (LONG_BYTES, DENSE_BYTES)
 }
 _SPACES: Final = re.compile(rb"[ \t\r\n]{2,}")
+# A number that is written longer: to read one of megabytes takes long, in a step that nothing interrupts.
+_LONG_NUMBER: Final = re.compile(rb"[-+.0-9eE]{%d}" % (LONG_BYTES + 1))
 _NUMBERS: Final = re.compile(rb"[-+.0-9eE, \t\r\n]{%d,}" % DENSE_BYTES)
 
 
@@ -269,7 +271,10 @@ class _Scan:
                 self._taken_out(at + begin, at + end, 0)
                 kept += [_SPACES.sub(b" ", between[done:begin]), b"%b%06d" % (self.digits, len(self.begins) - 1)]
                 done = end
-        return b"".join((*kept, _SPACES.sub(b" ", between[done:])))
+        few = b"".join((*kept, _SPACES.sub(b" ", between[done:])))
+        if len(few) > LONG_BYTES and _LONG_NUMBER.search(few) is not None:
+            raise BadRequest(f"A number in the body has more than {LONG_BYTES:,} digits.")
+        return few
 
 
 def _is_url(text: bytes) -> bool:

@@ -396,9 +396,14 @@ def _expect_utf8(body: bytes) -> None:
 def _value(
     decoder: msgspec.json.Decoder[Any], raw: Raw | None, param: str, wanted: str | Callable[[str], BadRequest]
 ) -> Any:
-    """The value of one field; None when it was not sent. `wanted` is what it should be, or the error that says so."""
+    """The value of one field; None when it was not sent. `wanted` is what it should be, or the error that says so.
+
+    A long one is refused: all callers wait while it is read.
+    """
     if raw is None:
         return None
+    if len(raw) > _SMALL_BYTES:
+        raise BadRequest(f"{param} has more than {_SMALL_BYTES:,} bytes.", param=param)
     try:
         return decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
