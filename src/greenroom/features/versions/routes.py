@@ -20,6 +20,7 @@ from greenroom.api.views import GovernedOrder
 from greenroom.config.described import Described
 from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.errors import BadRequest
+from greenroom.features.versions.desired import NUMBER_MAX
 from greenroom.features.versions.updates import ROUTE, UpdateFacts, UpdateOrder, Updates
 from greenroom.features.versions.weights import WeightsRef
 from greenroom.library.orders import DownloadOrder, OrderRules, read_order
@@ -27,7 +28,6 @@ from greenroom.library.records import Version, shown_as
 from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.serving.versioned import versioned_model
 
-NUMBER_MAX: Final = 2**53
 _ONE: Final = "/api/v1/models/{model_id:path}"
 _STATUS: Final[dict[OperationStatus, Literal["updating", "completed", "failed"]]] = {
     OperationStatus.QUEUED: "updating",
