@@ -24,6 +24,8 @@ CONNECT_MAX_S: Final = 5.0
 ANSWER_BYTES_MAX: Final = 16 * 1024 * 1024
 # Larger whole numbers lose digits in JSON.
 WHOLE_MAX: Final = 2**53 - 1
+# As long as a path may be.
+NAME_BYTES_MAX: Final = 4_096
 
 Kind = TypeVar("Kind")
 # Status, headers with lower-case names, and body.
@@ -209,6 +211,16 @@ class Fields:
 
     def text_or_none(self, name: str) -> str | None:
         return self.text(name) if self.is_set(name) else None
+
+    def name(self, name: str) -> str:
+        """A text that can be said again elsewhere: half a character can be written as JSON, and nowhere else."""
+        value = self.text(name)
+        if not 1 <= len(value.encode()) <= NAME_BYTES_MAX:
+            raise ValueError(f"{name} is empty or longer than {NAME_BYTES_MAX:,} bytes")
+        return value
+
+    def name_or_none(self, name: str) -> str | None:
+        return self.name(name) if self.is_set(name) else None
 
     def flag(self, name: str) -> bool:
         return self._of(name, bool)

@@ -109,10 +109,10 @@ class Replica:
         with _of_gateway():
             desired, error = said.inner_or_none("desired"), said.inner_or_none("error")
             return ReplicaStatus(
-                model=said.text("model"),
+                model=said.name("model"),
                 number=said.whole_or_none("model_version", 1),
-                repo_id=said.text_or_none("model_repo_id"),
-                commit=said.text_or_none("commit"),
+                repo_id=said.name_or_none("model_repo_id"),
+                commit=said.name_or_none("commit"),
                 is_updating=said.flag("updating"),
                 desired_number=None if desired is None else desired.whole_or_none("model_version", 1),
                 desired_repo_id=None if desired is None else desired.text_or_none("model_repo_id"),
@@ -165,7 +165,7 @@ class Replica:
                 raise ValueError(f"an update is {state}")
             is_failed = state == "failed"
             return UpdateTask(
-                said.text("taskId"),
+                said.name("taskId"),
                 state == "updating",
                 said.text("step"),
                 said.text("errorCode") if is_failed else None,

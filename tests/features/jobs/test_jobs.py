@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -173,4 +174,26 @@ async def test_answers_are_made_one_at_a_time(tmp_path: Path) -> None:
     urls = [json.loads(answer)["data"][0]["url"] for answer in await asyncio.gather(*(made() for _ in range(3)))]
     assert len(set(urls)) == 3 and store.most == 1
     assert bodies.memory_bytes == 0
+    await store.close()
+
+
+async def test_a_spooled_answer_is_read_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk, or an answer of hundreds of megabytes, holds up no other request."""
+    readers: list[threading.Thread] = []
+    pread = os.pread
+
+    def noted(fd: int, length: int, offset: int) -> bytes:
+        readers.append(threading.current_thread())
+        return pread(fd, length, offset)
+
+    monkeypatch.setattr(os, "pread", noted)
+    store = PictureStore(OperationFiles(tmp_path), lambda: KeepLimits(100, 10, 10_000), lambda: 0.0)
+    store.open()
+    bodies = BodyBudget(EdgeLimits(body_in_memory_max=1), str(tmp_path))
+    one = PictureAnswers(PictureServices(store, bodies, GatewayState(Config()))).for_request(HEAD, "ann", "m")
+    body = one.body()
+    body.append(ANSWER)
+    assert (await one.remade(200, [], body))[0] == 200
+    assert readers and threading.main_thread() not in readers
+    assert (bodies.spool_bytes, bodies.memory_bytes, len(store)) == (0, 0, 1)
     await store.close()

@@ -262,6 +262,18 @@ async def test_a_file_without_a_destination_is_judged_like_one_into_the_first_ro
     assert hub.seen == []
 
 
+async def test_no_spelling_of_an_address_has_another_answer(hub: StandinHub, tmp_path: Path) -> None:
+    library = {"hosts": [f"localhost:{hub.port}"]}
+    host = f"http://localhost:{hub.port}"
+    async with guarding(tmp_path, f"{host}/a/b.gguf", operations=("model-download",), library=library) as app:
+        for end in ("", "?", "?x=1", "#x", "?download=true#x", "?x=https://c/d.gguf"):
+            for path in ("/a/b.gguf", "/%61/b%2Egguf", "/A/B.gguf"):
+                url = host.replace("host", "HOST") + path + end
+                body = {"url": url, "destination": NOWHERE}
+                answer = await signed(app, "model-download", url, DOWNLOAD, body)
+                assert needs_two(answer), (url, answer.body)
+
+
 # --- what is on disk --------------------------------------------------------------------------------------------------
 
 

@@ -217,6 +217,31 @@ async def test_the_last_order_stands_and_others_leave_nothing(tmp_path: Path, ro
         assert len(in_memory(app)) == 2
 
 
+@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize("first", [{"maxContextLength": 256}, {}])
+async def test_an_order_does_not_take_a_pinned_model_from_its_name_unless_it_is_forced(
+    tmp_path: Path, root: Path, first: dict[str, int], exclusive: bool
+) -> None:
+    library = {"roots": [str(root)], "exclusive": exclusive}
+    async with gateway(tmp_path, {}, library=library, server={"api_keys": KEYS}) as app:
+        assert (await ordered(app, "alpha.gguf", **first))["status"] == "completed"
+        pin = "/api/v1/models/alpha.gguf/pin"
+        assert (await ask(app, "POST", pin, {})).status == 200
+        order = {"modelId": "alpha.gguf", "maxContextLength": 512}
+        stays = first or exclusive
+        if stays:
+            refused = await ask(app, "POST", LOAD, order)
+            assert (refused.status, refused.error["code"]) == (409, "model_pinned")
+            await say(app, "alpha.gguf")
+            assert (
+                len(in_memory(app)) == 1 and (await ask(app, "POST", pin, {"pinned": False})).json()["pinned"] is False
+            )
+            assert (await ask(app, "POST", pin, {})).status == 200
+        assert (await ordered(app, "alpha.gguf", maxContextLength=512, force=True))["status"] == "completed"
+        await say(app, "alpha.gguf")
+        assert len(in_memory(app)) == (1 if stays else 2)
+
+
 async def test_orders_for_one_name_at_the_same_time_are_all_taken_and_one_stands(tmp_path: Path, root: Path) -> None:
     library = {"roots": [str(root)], "exclusive": False}
     async with gateway(tmp_path, {}, library=library, server={"api_keys": KEYS}) as app:

@@ -134,7 +134,7 @@ class GovernedModels:
         """What is fetched, where it replaces files of other models, and what is done with it then."""
         repo = (fetch.repo or "").casefold()
         sizes = [name for name in whisper_names() if (whisper_repository(name) or "").casefold() == repo]
-        names = frozenset({fetch.repo or fetch.url or "", *sizes})
+        names = frozenset({fetch.repo or fetch.url or "", fetch.name, *sizes})
         done = [Done("model-download", names, is_repository=fetch.repo is not None)]
         if operation != "model-download":
             done.append(Done(operation, names, is_repository=True))

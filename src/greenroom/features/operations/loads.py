@@ -104,9 +104,12 @@ class Loads(Part):
         resolver = self._resolver
         leaving = tuple([one for other in evict for one in self.here((await resolver.named(other, asker=asker)).id)])
         entry, order = await self._found(name, options, asker, fetch)
-        if not force:
-            self._moves.expect_leavable(one for one in leaving if entry is None or one != entry.id)
         given = resolver.adhoc.order_of(name, options, asker.sees)
+        in_the_way = self._in_the_way(entry, given)
+        if force:
+            leaving += in_the_way
+        else:
+            self._moves.expect_leavable(one for one in leaving + in_the_way if entry is None or one != entry.id)
         row = await self._row(OperationKind.LOAD, name, tenant, key)
         if entry is not None:
             self._models[row.id] = entry.id
@@ -127,6 +130,14 @@ class Loads(Part):
 
         self._begin(row, steps)
         return row
+
+    def _in_the_way(self, entry: Entry | None, given: Order | None) -> tuple[ModelId, ...]:
+        """What leaves for this order: the model of the one that stands, and what may not be ready beside this one."""
+        if entry is None or given is None:
+            return ()
+        standing, others = self._resolver.adhoc.order_at(given.home), self.here(entry.id)[1:]
+        ordered = None if standing is None else standing.model
+        return tuple(one for one in others if entry.spec.exclusive or one == ordered)
 
     async def _replaced(self, order: Order | None, by: Entry, force: bool) -> None:
         """What was ordered before leaves. Raises Unloaded if the new order does not stand any more either."""

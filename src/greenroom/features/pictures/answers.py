@@ -113,7 +113,7 @@ class UrlAnswer:
 
     async def _made(self, status: int, body: Body) -> bytes:
         try:
-            whole = body.read()
+            whole = await run_detached(body.read, "read an answer")
         finally:
             body.close()
         if status != 200:

@@ -17,7 +17,8 @@ from greenroom.base.plain_file import read_plain, sync_folder
 
 FORMAT: Final = 1
 BYTES_MAX: Final = 64 * 1024
-NUMBER_MAX: Final = 2**53
+# Larger whole numbers lose digits in JSON, and no trainer reads them.
+NUMBER_MAX: Final = 2**53 - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from greenroom.api.views import GovernedOrder
 from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.config.marks import Described
 from greenroom.errors import BadRequest
+from greenroom.features.versions.desired import NUMBER_MAX
 from greenroom.features.versions.updates import ROUTE, UpdateFacts, UpdateOrder, Updates
 from greenroom.features.versions.weights import WeightsRef
 from greenroom.library.orders import DownloadOrder, OrderRules, read_order
@@ -25,7 +26,6 @@ from greenroom.runtime.operations.files import Operation, OperationStatus
 from greenroom.runtime.shell import Shell
 from greenroom.serving.versioned import versioned_model
 
-NUMBER_MAX: Final = 2**53
 _ONE: Final = "/api/v1/models/{model_id:path}"
 _STATUS: Final[dict[OperationStatus, Literal["updating", "completed", "failed"]]] = {
     OperationStatus.QUEUED: "updating",
