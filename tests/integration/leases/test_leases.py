@@ -225,18 +225,8 @@ async def test_a_disk_that_takes_no_more_costs_new_leases_and_nothing_else(tmp_p
         assert gate.nothing_left()
 
 
-async def test_leases_are_for_keys_that_may_take_them(tmp_path: Path) -> None:
-    keys = [{"name": "caller", "key": "caller-key"}, {"name": "trainer", "key": "trainer-key", "leases": True}]
-    async with gateway(tmp_path, {}, server={"api_keys": keys}) as app:
-        for key, expected in ((None, 401), ("caller-key", 403), ("trainer-key", 201)):
-            assert (await ask(app, "POST", PATH, {**LONG, "mib": 1}, key))[0] == expected
 
 
-async def test_a_shutdown_does_not_wait_for_leases_and_the_next_run_has_them(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-        _, lease = await ask(app, "POST", PATH, {**LONG, "mib": 8_000, "id": "x", "pid": os.getpid()})
-    async with gateway(tmp_path, {}) as app:
-        assert (await ask(app, "GET", f"{PATH}/x"))[1]["token"] == lease["token"]
 
 
 async def test_a_renewal_that_came_while_the_gateway_stood_still_is_in_time(tmp_path: Path) -> None:

@@ -198,7 +198,6 @@ async def test_to_force_a_pinned_model_out_takes_what_to_unload_it_takes(tmp_pat
         await until(lambda: not app.loop.scheduler.view.slots_of(ModelId("a")), "it has left")
 
 
-FLUSH = "/v1/cache/flush"
 MIB = 2**20
 
 
@@ -215,12 +214,6 @@ async def test_of_an_engine_that_does_not_tell_nothing_is_made_up(tmp_path: Path
     assert (remembered.json()["cached_tokens"], remembered.json()["gpu_time_ms"]) == (None, None)
 
 
-async def test_words_about_caches_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"a": fake("a")}) as app:
-        long = await chat(app, "a", headers={"X-Cache-Tag": "x" * 65})
-        odd = await chat(app, "a", headers={"X-Cache-Mode": "always"})
-    assert (long.status, long.error["param"]) == (400, "X-Cache-Tag")
-    assert (odd.status, odd.error["param"]) == (400, "X-Cache-Mode")
 
 
 async def test_cache_headers_are_not_sent_to_an_engine_without_a_cache(tmp_path: Path) -> None:
@@ -230,27 +223,8 @@ async def test_cache_headers_are_not_sent_to_an_engine_without_a_cache(tmp_path:
     assert "secret-tag" not in journal.read_text() and "x-tenant-id" not in journal.read_text().lower()
 
 
-async def test_a_key_that_may_only_ask_may_flush_its_own_tenant_only(tmp_path: Path) -> None:
-    keys = [{"name": "lab", "key": "lab-key"}, {"name": "admin", "key": "admin-key", "admin": True}]
-    async with gateway(tmp_path, {"a": fake("a")}, server={"api_keys": keys}) as app:
-        lab, admin = ({"Authorization": f"Bearer {key}"} for key in ("lab-key", "admin-key"))
-        assert (await http(app, "POST", FLUSH, {"scope": "all"})).status == 401
-        assert (await http(app, "POST", FLUSH, {"scope": "all"}, headers=lab)).status == 403
-        assert (await http(app, "POST", FLUSH, {"scope": "tenant", "tenantId": "x"}, headers=lab)).status == 403
-        own = await http(app, "POST", FLUSH, {"scope": "tenant"}, headers=lab)
-        everything = await http(app, "POST", FLUSH, {"scope": "all"}, headers=admin)
-    assert own.json() == everything.json() == {"flushed": True, "entriesRemoved": 0, "memoryFreedMB": 0.0}
 
 
-@pytest.mark.parametrize("order", ["sleep", "prepare"])
-async def test_an_engine_that_cannot_sleep_says_which_it_is_and_what_to_do(tmp_path: Path, order: str) -> None:
-    async with gateway(tmp_path, {"a": fake("a")}) as app:
-        await chat(app, "a")
-        answer = await http(app, "POST", f"/api/v1/models/a/{order}")
-        still = await http(app, "GET", "/api/v1/models/a")
-    assert (answer.status, answer.error["code"]) == (422, "unsupported")
-    assert "command" in answer.error["message"] and "unload" in answer.error["message"]
-    assert still.json()["tier"] == "ready"
 
 
 async def test_a_models_file_is_read_ahead_while_its_caller_waits(

@@ -156,38 +156,11 @@ async def test_wait_that_is_known_to_be_too_long_is_refused_at_once(tmp_path: Pa
         assert not is_loading(app, "slow")
 
 
-async def test_x_budget_s_shortens_the_wait(tmp_path: Path) -> None:
-    models = {"slow": fake("slow", "--load-s", "1.5")}
-    async with gateway(tmp_path, models, server=QUICK) as app:
-        for stream in (False, True):
-            answer = await chat(app, "slow", x_budget_s=0.2, stream=stream)
-            assert (answer.status, answer.error["code"]) == (504, "budget_passed")
-        assert (await chat(app, "slow", x_budget_s=-1)).error["param"] == "x_budget_s"
 
 
 # --- the queue ------------------------------------------------------------------------------------------------------
 
 
-async def test_full_queue_is_said_with_its_depth_and_when_to_come_back(tmp_path: Path) -> None:
-    models = {"busy": fake("busy", concurrency=1)}
-    async with gateway(tmp_path, models, scheduler={"queue_depth_max": 2}) as app:
-        assert (await chat(app, "busy")).status == 200
-        clients = [await Raw.open(app) for _ in range(3)]
-        for number, raw in enumerate(clients):
-            raw.ask(asking("busy", stall_after=0))
-            await until(lambda n=number: counters(app)["tickets"] == n + 1, "arrived")
-        await until(lambda: counters(app)["waiting"] == 2, "the queue is full")
-        health = await http(app, "GET", "/health")
-        assert (health.status, health.json()["queueDepth"]) == (503, 2)
-        answer = await chat(app, "busy")
-        assert (answer.status, answer.error["code"], answer.error["type"]) == (503, "queue_full", "overloaded_error")
-        assert answer.error["queueDepth"] == 2
-        assert answer.error["avgWaitMs"] >= 0
-        assert int(answer.headers["retry-after"]) >= 1
-        for raw in clients:
-            raw.leave()
-        await at_rest(app)
-        assert (await chat(app, "busy")).text == "busy 1 2 3"
 
 
 async def test_urgent_requests_go_first_by_body_and_by_header(tmp_path: Path) -> None:
@@ -217,18 +190,6 @@ async def test_urgent_requests_go_first_by_body_and_by_header(tmp_path: Path) ->
     assert [name_of[one] for one in order] == ["highest", "high", "normal", "second normal", "low", "numbered"]
 
 
-async def test_a_slot_is_never_given_more_than_its_concurrency(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    models = {"three": fake("three", *journal.switches, "--token-s", "0.02", concurrency=3)}
-    async with gateway(tmp_path, models) as app:
-        answers = await asyncio.gather(*(chat(app, "three") for _ in range(12)))
-    assert {answer.text for answer in answers} == {"three 1 2 3"}
-    running = most = 0
-    for line in journal.lines("request", "done"):
-        running += 1 if line["event"] == "request" else -1
-        most = max(most, running)
-    assert most == 3
-    assert any(int(answer.headers["x-queue-wait-ms"]) > 0 for answer in answers)
 
 
 async def test_two_busy_models_do_not_keep_a_third_waiting_for_ever(tmp_path: Path) -> None:

@@ -80,17 +80,6 @@ async def test_errors_and_streams_tell_what_is_left(tmp_path: Path) -> None:
         assert listed.status == 200 and RATES[0] not in listed.headers
 
 
-async def test_tokens_settle_with_what_was_used(tmp_path: Path) -> None:
-    async with gateway(
-        tmp_path, {"m": fake("m", "--tokens", "8")}, tenants={"default": {"tokens_per_minute": 300}}
-    ) as app:
-        for _ in range(3):
-            # 250 are reserved each time, and few of them used.
-            assert (await chat(app, "m", max_tokens=250)).status == 200
-            await at_rest(app)
-        assert is_limited(await chat(app, "m", max_tokens=300))
-        while not is_limited(await chat(app, "m", tokens=60)):
-            await at_rest(app)
 
 
 async def test_jobs_are_counted_and_wait_while_there_is_no_place(tmp_path: Path) -> None:

@@ -53,14 +53,6 @@ async def test_two_replicas_take_a_version_or_none_does(tmp_path: Path) -> None:
         assert [(await version(app))["model_version"] for app in apps] == [3, 3]
 
 
-async def test_a_replica_that_cannot_load_it_lets_the_other_go_back(tmp_path: Path) -> None:
-    async with replicas(tmp_path, library={"roots": [str(tmp_path / "two")]}) as (_, trainer):
-        delta = Path(weights(tmp_path, "delta"))
-        report = await asyncio.to_thread(trainer.update, str(delta))
-        assert not report.ok
-        assert told(report) == [(Outcome.ROLLED_BACK, 3, "org/first"), (Outcome.FAILED, 1, "org/first")], report
-        assert report.results[1].code == "not_found" and str(delta) in str(report.results[1].message)
-        assert (await asyncio.to_thread(trainer.verify)).ok
 
 
 async def test_updates_and_rollbacks_are_signed_where_replicas_want_tokens(tmp_path: Path) -> None:
