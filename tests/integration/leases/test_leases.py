@@ -225,10 +225,6 @@ async def test_a_disk_that_takes_no_more_costs_new_leases_and_nothing_else(tmp_p
         assert gate.nothing_left()
 
 
-
-
-
-
 async def test_a_renewal_that_came_while_the_gateway_stood_still_is_in_time(tmp_path: Path) -> None:
     async with gateway(tmp_path, {}, gpus=[{"memory_mib": 10_000}]) as app:
         status, lease = await ask(app, "POST", PATH, {"mib": 4_000, "id": "train", "ttl_s": 2})

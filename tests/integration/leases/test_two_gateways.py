@@ -85,8 +85,6 @@ async def test_a_model_is_a_lease_that_the_other_gateway_plans_around(tmp_path: 
         await until(lambda: not others(two), "the other hears of that too")
 
 
-
-
 @pytest.mark.parametrize("second_mib", [10_000, 6_000])
 async def test_a_split_model_that_others_keep_out_stands_in_line_for_its_share_of_every_gpu(
     tmp_path: Path, redis: RedisServer, second_mib: int

@@ -214,17 +214,11 @@ async def test_of_an_engine_that_does_not_tell_nothing_is_made_up(tmp_path: Path
     assert (remembered.json()["cached_tokens"], remembered.json()["gpu_time_ms"]) == (None, None)
 
 
-
-
 async def test_cache_headers_are_not_sent_to_an_engine_without_a_cache(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     async with gateway(tmp_path, {"a": fake("a", "--journal", str(journal), "--record")}) as app:
         await chat(app, "a", headers={"X-Cache-Tag": "secret-tag", "X-Tenant-ID": "lab"})
     assert "secret-tag" not in journal.read_text() and "x-tenant-id" not in journal.read_text().lower()
-
-
-
-
 
 
 async def test_a_models_file_is_read_ahead_while_its_caller_waits(

@@ -354,8 +354,6 @@ async def test_the_token_goes_to_the_hub_alone(
     assert TOKEN not in said.out + said.err
 
 
-
-
 @pytest.mark.slow
 async def test_ollamas_client_pulls_and_deletes(hub: StandinHub, tmp_path: Path) -> None:
     async with gateway(tmp_path, {"a": fake("a")}, **options(tmp_path)) as app, ollama.AsyncClient(url(app)) as client:

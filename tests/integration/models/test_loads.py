@@ -125,8 +125,6 @@ async def test_wrong_orders_are_refused_at_once(app: App, order: dict[str, Any],
     assert answer.status == status and words in answer.error["message"]
 
 
-
-
 async def test_a_load_by_path_can_be_left_to_itself(app: App) -> None:
     answer = await ask(app, "POST", "/api/v1/models/beta/load?wait=false", {})
     assert answer.status == 202

@@ -57,12 +57,6 @@ async def test_explanations_come_true(tmp_path: Path) -> None:
         assert abs(done[0]["at"] - app.activity.recent(1)[0].arrived_at) < 60
 
 
-
-
-
-
-
-
 async def test_pinned_models_in_the_way_are_named(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"a": fake("a", pinned=True), "b": fake("b")}, budget_mib=150) as app:
         assert (await chat(app, "a")).status == 200

@@ -57,10 +57,6 @@ async def test_only_when_every_model_fails_is_it_unhealthy(tmp_path: Path) -> No
         assert await checks(app) == {**WELL, "/health": (503, "failed")}
 
 
-
-
-
-
 KEYS = [{"name": "plain", "key": "plain-key"}, {"name": "admin", "key": "admin-key", "admin": True}]
 PLAIN, ADMIN = {"Authorization": "Bearer plain-key"}, {"Authorization": "Bearer admin-key"}
 MODELS = {"m": fake("m"), "shy": fake("shy", unlisted=True)}

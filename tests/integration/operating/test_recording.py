@@ -49,8 +49,6 @@ async def test_times_learned_in_one_run_are_known_in_the_next(tmp_path: Path) ->
         assert load_s(app) is None
 
 
-
-
 async def test_nothing_is_recorded_unless_asked_for(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"a": fake("a")}) as app:
         assert (await chat(app, "a")).status == 200

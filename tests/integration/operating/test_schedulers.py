@@ -86,8 +86,6 @@ async def test_only_a_restart_changes_the_scheduler(tmp_path: Path) -> None:
         assert isinstance(app.loop.scheduler, DefaultScheduler)
 
 
-
-
 async def test_a_policy_is_changed_under_the_models_feet(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"model": fake("model")}) as app:
         assert (await chat(app, "model")).status == 200

@@ -156,11 +156,7 @@ async def test_wait_that_is_known_to_be_too_long_is_refused_at_once(tmp_path: Pa
         assert not is_loading(app, "slow")
 
 
-
-
 # --- the queue ------------------------------------------------------------------------------------------------------
-
-
 
 
 async def test_urgent_requests_go_first_by_body_and_by_header(tmp_path: Path) -> None:
@@ -188,8 +184,6 @@ async def test_urgent_requests_go_first_by_body_and_by_header(tmp_path: Path) ->
     order = [line["id"] for line in journal.lines("request")][1:]
     name_of = {answer.headers["x-request-id"]: name for name, answer in answers.items()}
     assert [name_of[one] for one in order] == ["highest", "high", "normal", "second normal", "low", "numbered"]
-
-
 
 
 async def test_two_busy_models_do_not_keep_a_third_waiting_for_ever(tmp_path: Path) -> None:

@@ -80,8 +80,6 @@ async def test_errors_and_streams_tell_what_is_left(tmp_path: Path) -> None:
         assert listed.status == 200 and RATES[0] not in listed.headers
 
 
-
-
 async def test_jobs_are_counted_and_wait_while_there_is_no_place(tmp_path: Path) -> None:
     tenants = {"default": {"requests_per_minute": 3, "concurrent_max": 1}}
     async with gateway(tmp_path, {"m": fake("m", "--token-s", "0.05", "--tokens", "6")}, tenants=tenants) as app:

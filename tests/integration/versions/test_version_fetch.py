@@ -379,8 +379,6 @@ async def test_replicas_that_share_a_folder_never_delete_what_another_serves(hub
             assert said(await ask(app))[2] == said_by
 
 
-
-
 @pytest.mark.slow
 async def test_files_that_came_just_before_an_update_are_not_its_own(hub: StandinHub, tmp_path: Path) -> None:
     async with versioned(tmp_path) as app:
