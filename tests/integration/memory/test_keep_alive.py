@@ -45,30 +45,32 @@ async def test_a_keep_alive_of_zero_does_not_unload_before_waiting_requests(tmp_
         assert journal.count("start") == 1
 
 
-@pytest.mark.parametrize(
-    ("said", "stays_s"),
-    [({"keep_alive": 600}, 600.0), ({"keep_alive": "1h30m"}, 5_400.0), ({"x_keep_alive_s": 42}, 42.0)],
-)
-async def test_latest_word_counts_and_silence_leaves_it(tmp_path: Path, said: dict[str, Any], stays_s: float) -> None:
+async def test_latest_word_counts_and_silence_leaves_it(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"m": fake("m", ttl_s=7)}) as app:
         await chat(app, "m")
         assert keep_alive_s(app) is None
         assert 0 < (await unload_in_s(app) or 0) <= 7
-        await chat(app, "m", **said)
-        await chat(app, "m")
-        assert keep_alive_s(app) == stays_s
-        left_s = await unload_in_s(app)
-        assert left_s is not None and stays_s - 60 < left_s <= stays_s
-        await chat(app, "m", keep_alive=-1)
-        assert keep_alive_s(app) == -1
-        assert await unload_in_s(app) is None
+        said: dict[str, Any]
+        for said, stays_s in (
+            ({"keep_alive": 600}, 600),
+            ({"keep_alive": "1h30m"}, 5_400),
+            ({"x_keep_alive_s": 42}, 42),
+        ):
+            await chat(app, "m", **said)
+            await chat(app, "m")
+            assert keep_alive_s(app) == stays_s
+            left_s = await unload_in_s(app)
+            assert left_s is not None and stays_s - 60 < left_s <= stays_s
+            await chat(app, "m", keep_alive=-1)
+            assert keep_alive_s(app) == -1
+            assert await unload_in_s(app) is None
 
 
-@pytest.mark.parametrize(("said", "gets"), [(-1, 300.0), (600, 300.0), ("200s", 200.0)])
-async def test_operator_bounds_what_callers_say(tmp_path: Path, said: float | str, gets: float) -> None:
+async def test_operator_bounds_what_callers_say(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"m": fake("m")}, scheduler={"keep_alive_max_s": 300}) as app:
-        assert (await chat(app, "m", keep_alive=said)).status == 200
-        assert keep_alive_s(app) == gets
+        for said, gets in ((-1, 300.0), (600, 300.0), ("200s", 200.0)):
+            assert (await chat(app, "m", keep_alive=said)).status == 200
+            assert keep_alive_s(app) == gets, said
 
 
 async def test_form_may_say_it(tmp_path: Path) -> None:
@@ -138,25 +140,24 @@ TAKING: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("order", TAKING)
-async def test_no_order_takes_a_pinned_model_unless_it_is_forced(tmp_path: Path, order: str) -> None:
-    method, path, body = TAKING[order]
+async def test_no_order_takes_a_pinned_model_unless_it_is_forced(tmp_path: Path) -> None:
     models = {"a": fake("a", memory_mib=900, aliases=["also"], pinned=True), "b": fake("b", memory_mib=900)}
-    is_in_query = order.endswith("in the query") or method == "GET"
-
-    async def ask(app: App, *, force: bool) -> Answer:
-        if is_in_query:
-            return await http(app, method, f"{path}?force=true" if force else path)
-        return await http(app, method, path, {**body, "force": True} if force else body)
-
     async with gateway(tmp_path, models, **ONE_AT_A_TIME) as app:
-        assert (await chat(app, "a")).status == 200
-        refused = await ask(app, force=False)
-        assert (refused.status, refused.error["code"]) == (409, "model_pinned")
-        assert "a is pinned" in refused.error["message"] and "force=true" in refused.error["message"]
-        assert await _shown(app, "a") == (True, "ready")
-        assert (await ask(app, force=True)).status in (200, 202)
-        await until(lambda: not app.loop.scheduler.view.slots_of(ModelId("a")), "it has left")
+
+        async def ask(order: str, *, force: bool) -> Answer:
+            method, path, body = TAKING[order]
+            if order.endswith("in the query") or method == "GET":
+                return await http(app, method, f"{path}?force=true" if force else path)
+            return await http(app, method, path, {**body, "force": True} if force else body)
+
+        for order in TAKING:
+            assert (await chat(app, "a")).status == 200, order
+            refused = await ask(order, force=False)
+            assert (refused.status, refused.error["code"]) == (409, "model_pinned"), order
+            assert "a is pinned" in refused.error["message"] and "force=true" in refused.error["message"]
+            assert await _shown(app, "a") == (True, "ready")
+            assert (await ask(order, force=True)).status in (200, 202), order
+            await until(lambda: not app.loop.scheduler.view.slots_of(ModelId("a")), f"it has left: {order}")
 
 
 async def test_unloading_all_leaves_what_is_pinned_and_says_so(tmp_path: Path) -> None:

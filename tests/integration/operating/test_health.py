@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from greenroom.app import App
 from greenroom.errors import ConfigError
@@ -119,17 +118,6 @@ async def test_port_that_is_taken_is_named_by_its_key_and_the_first_is_closed(tm
         assert refused.value.message.startswith(f"server.metrics_port: cannot listen on 127.0.0.1:{taken}: ")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", first))
-
-
-async def test_series_of_the_runner_api_are_served_if_asked_for(tmp_path: Path) -> None:
-    aliases = {"metrics_port": 0, "metrics_aliases": "runner-api"}
-    async with gateway(tmp_path, MODELS, server=aliases) as app:
-        assert (await chat(app, "m", headers={"X-Tenant-ID": "lab"})).status == 200
-        text = (await watched(app, "/metrics")).body.decode()
-        found = {sample.name: sample for one in text_string_to_metric_families(text) for sample in one.samples}
-        assert 'vllm_requests_total{model="m",status="success",tenant="lab"} 1.0' in text
-        assert found["vllm_queue_depth"].value == 0
-        assert found["vllm_inference_duration_seconds_count"].labels == {"model": "m"}
 
 
 CALLERS = 8

@@ -186,25 +186,6 @@ async def test_urgent_requests_go_first_by_body_and_by_header(tmp_path: Path) ->
     assert [name_of[one] for one in order] == ["highest", "high", "normal", "second normal", "low", "numbered"]
 
 
-async def test_two_busy_models_do_not_keep_a_third_waiting_for_ever(tmp_path: Path) -> None:
-    """Requests for ready models may pass it for a while, not for as long as there are any."""
-    models = {name: fake(name, "--token-s", "0.005", concurrency=2) for name in ("one", "two", "third")}
-    often = {"deadline_high_s": 1, "deadline_normal_s": 2, "away_share": 1.0}
-    async with gateway(tmp_path, models, budget_mib=250, scheduler=often) as app:
-        stopped = False
-
-        async def ask_on(model: str) -> None:
-            while not stopped:
-                await chat(app, model)
-
-        callers = [asyncio.create_task(ask_on(model)) for model in ("one", "two") for _ in range(4)]
-        await until(lambda: app.loop.scheduler.state.counters.dones > 20, "both are busy")
-        answer = await asyncio.wait_for(chat(app, "third"), 20)
-        stopped = True
-        await asyncio.gather(*callers)
-    assert answer.text == "third 1 2 3"
-
-
 # --- why requests waited --------------------------------------------------------------------------------------------
 
 
