@@ -259,16 +259,16 @@ async def test_a_crash_at_open_is_tried_again_only_if_another_may_have_caused_it
         assert [line["filled"] for line in good.lines("open")] == [False, True]
 
 
-@pytest.mark.parametrize(
-    ("kind", "error"), [("bad_model", UnusableModel), ("out_of_memory", LoadOutOfMemory), ("failed", LoadFailed)]
-)
-async def test_what_a_worker_says_of_a_failed_open_is_told(tmp_path: Path, kind: str, error: type[LoadFailed]) -> None:
-    async with hosting(tmp_path, beside=("other",), at={"open": f"fail {kind}"}) as (app, _):
+async def test_what_a_worker_says_of_a_failed_open_is_told(tmp_path: Path) -> None:
+    kinds = {"bad_model": UnusableModel, "out_of_memory": LoadOutOfMemory, "failed": LoadFailed}
+    async with hosting(tmp_path, beside=("other",)) as (app, folder):
         await chat(app, "other")
-        with pytest.raises(error, match="open fails as told"):
-            await move(app, MoveKind.LOAD, "alpha")
-        await until(lambda: len(app.hosted_slots.there) == 1 and not app.mover.moving, "the other one alone is there")
-        assert len(arenas()) == 1 and (await chat(app, "other")).status == 200
+        for kind, error in kinds.items():
+            folder.behave(at={"open": f"fail {kind}"})
+            with pytest.raises(error, match="open fails as told"):
+                await move(app, MoveKind.LOAD, "alpha")
+            await until(lambda: len(app.hosted_slots.there) == 1 and not app.mover.moving, "the other one is there")
+            assert len(arenas()) == 1 and (await chat(app, "other")).status == 200
 
 
 @pytest.mark.slow

@@ -174,9 +174,7 @@ async def test_unloading_all_leaves_what_is_pinned_and_says_so(tmp_path: Path) -
         assert (await http(app, "POST", "/api/v1/models/b/unload")).status == 200
 
 
-@pytest.mark.parametrize("order", ["evictModel", "evict", "unload"])
-async def test_to_force_a_pinned_model_out_takes_what_to_unload_it_takes(tmp_path: Path, order: str) -> None:
-    method, path, body = TAKING[order]
+async def test_to_force_a_pinned_model_out_takes_what_to_unload_it_takes(tmp_path: Path) -> None:
     models = {"a": fake("a", memory_mib=900, pinned=True), "b": fake("b", memory_mib=900)}
     keys = [
         {"name": "loads", "key": "loads-key", "verbs": ["load"]},
@@ -185,18 +183,21 @@ async def test_to_force_a_pinned_model_out_takes_what_to_unload_it_takes(tmp_pat
     ]
     async with gateway(tmp_path, models, server={"api_keys": keys}, **ONE_AT_A_TIME) as app:
 
-        async def ask(key: str, path: str, body: dict[str, Any]) -> Answer:
+        async def ask(key: str, method: str, path: str, body: dict[str, Any]) -> Answer:
             return await http(app, method, path, body, headers={"Authorization": f"Bearer {key}-key"})
 
-        assert (await ask("asks", "/v1/chat/completions", asking("a"))).status == 200
-        forced = {**body, "force": True}
-        assert (await ask("asks", path, forced)).error["code"] == "not_allowed"
-        # A model that a key does not see is none that it can take.
-        assert (await ask("loads-b", path, forced)).error["code"] == "model_not_found"
-        assert (await ask("loads", "/api/v1/models/a/pin", {"pinned": False})).error["code"] == "not_allowed"
-        assert (await ask("loads", path, body)).error["code"] == "model_pinned"
-        assert (await ask("loads", path, forced)).status in (200, 202)
-        await until(lambda: not app.loop.scheduler.view.slots_of(ModelId("a")), "it has left")
+        for order in ("evictModel", "evict", "unload"):
+            method, path, body = TAKING[order]
+            assert (await ask("asks", "POST", "/v1/chat/completions", asking("a"))).status == 200
+            forced = {**body, "force": True}
+            assert (await ask("asks", method, path, forced)).error["code"] == "not_allowed"
+            # A model that a key does not see is none that it can take.
+            assert (await ask("loads-b", method, path, forced)).error["code"] == "model_not_found"
+            unpinned = await ask("loads", "POST", "/api/v1/models/a/pin", {"pinned": False})
+            assert unpinned.error["code"] == "not_allowed"
+            assert (await ask("loads", method, path, body)).error["code"] == "model_pinned"
+            assert (await ask("loads", method, path, forced)).status in (200, 202)
+            await until(lambda: not app.loop.scheduler.view.slots_of(ModelId("a")), f"it has left: {order}")
 
 
 MIB = 2**20
