@@ -47,17 +47,37 @@ def test_what_is_no_single_mapping_is_refused_with_its_line(tmp_path: Path, text
     assert complaint(file).startswith(told)
 
 
-def test_bracket_that_is_never_closed_is_told_with_the_line_it_stands_on(tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_text("a: 1\nb: [1,\nc: 2\n")
-    assert complaint(tmp_path / "my.yaml").endswith("(while parsing a flow sequence, begun on line 2)")
+def huge() -> bytes:
+    """A small file that means a huge one."""
+    rows = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    rows += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    return "\n".join(rows).encode()
 
 
-def test_missing_file_is_refused(tmp_path: Path) -> None:
-    assert complaint(tmp_path / "my.yaml") == "my.yaml: cannot be read: No such file or directory"
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"a: 1\nb: [1,\nc: 2\n", "(while parsing a flow sequence, begun on line 2)"),
+        (b"a: 1\nb: \xff\n", "my.yaml:2: is not UTF-8 text"),
+        (huge(), "repeats itself through aliases beyond all bounds"),
+        (b"a: [" + b"1," * (reader.VALUES_MAX + 10) + b"]", "my.yaml:1: holds more than 200,000 values"),
+    ],
+    ids=["bracket", "utf8", "huge", "values"],
+)
+def test_what_cannot_be_read_as_a_whole_is_refused_with_its_line(tmp_path: Path, content: bytes, told: str) -> None:
+    (tmp_path / "my.yaml").write_bytes(content)
+    assert complaint(tmp_path / "my.yaml").endswith(told)
 
 
-def test_path_with_a_nul_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_readable_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    assert complaint(file) == "my.yaml: cannot be read: No such file or directory"
     assert "cannot be read" in complaint(tmp_path / "my\0.yaml")
+    os.mkfifo(file)
+    assert complaint(file) == "my.yaml: is not a plain file"
+    # A link to itself is unreadable for every user, root included.
+    (tmp_path / "loop.yaml").symlink_to(tmp_path / "loop.yaml")
+    assert complaint(tmp_path / "loop.yaml").startswith("loop.yaml: cannot be read: ")
 
 
 def test_directory_is_refused(tmp_path: Path) -> None:
@@ -66,40 +86,12 @@ def test_directory_is_refused(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == open_before
 
 
-def test_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "my.yaml")
-    assert complaint(tmp_path / "my.yaml") == "my.yaml: is not a plain file"
-
-
-def test_unreadable_file_is_refused(tmp_path: Path) -> None:
-    # A link to itself is unreadable for every user, root included.
-    (tmp_path / "my.yaml").symlink_to(tmp_path / "my.yaml")
-    assert complaint(tmp_path / "my.yaml").startswith("my.yaml: cannot be read: ")
-
-
-def test_bytes_that_are_no_utf8_are_refused_with_their_line(tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_bytes(b"a: 1\nb: \xff\n")
-    assert complaint(tmp_path / "my.yaml") == "my.yaml:2: is not UTF-8 text"
-
-
 def test_file_larger_than_the_limit_is_refused_and_one_at_the_limit_is_not(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_bytes(b"a: 1\n".ljust(reader.FILE_BYTES_MAX, b"#")[: reader.FILE_BYTES_MAX])
     assert read(file).tree == {"a": 1}
     file.write_bytes(b"a: 1\n".ljust(reader.FILE_BYTES_MAX + 1, b"#"))
     assert complaint(file) == "my.yaml: is larger than 4 MiB"
-
-
-def test_small_file_that_means_a_huge_one_is_refused(tmp_path: Path) -> None:
-    rows = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    rows += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
-    (tmp_path / "my.yaml").write_text("\n".join(rows))
-    assert complaint(tmp_path / "my.yaml").endswith("repeats itself through aliases beyond all bounds")
-
-
-def test_file_with_too_many_values_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_text("a: [" + "1," * (reader.VALUES_MAX + 10) + "]")
-    assert complaint(tmp_path / "my.yaml") == "my.yaml:1: holds more than 200,000 values"
 
 
 def test_byte_order_mark_is_not_part_of_the_first_key(tmp_path: Path) -> None:
@@ -180,10 +172,18 @@ def test_repeated_keys_are_all_told_with_both_lines(tmp_path: Path) -> None:
     ]
 
 
-def test_key_that_is_a_list_is_told(tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_text("a: 1\n? [b]\n: 2\n")
+@pytest.mark.parametrize(
+    ("text", "told", "line"),
+    [
+        ("a: 1\n? [b]\n: 2\n", "a key must be text, not a list or a mapping", 2),
+        ("a:\n  <<: 5\n", "must name a mapping, such as <<: *defaults", 2),
+        ('a: "x\\0y"\n', "may not contain a NUL character", None),
+    ],
+)
+def test_what_may_not_stand_there_is_told(tmp_path: Path, text: str, told: str, line: int | None) -> None:
+    (tmp_path / "my.yaml").write_text(text)
     (problem,) = read(tmp_path / "my.yaml").problems
-    assert (problem.message, problem.line) == ("a key must be text, not a list or a mapping", 2)
+    assert (problem.message, problem.line) == (told, line)
 
 
 def test_merged_mapping_gives_its_keys_and_own_keys_win(tmp_path: Path) -> None:
@@ -194,18 +194,6 @@ def test_merged_mapping_gives_its_keys_and_own_keys_win(tmp_path: Path) -> None:
     assert not source.problems
     # A complaint about a merged key points at the line where it is written.
     assert (source.lines["b", "x"], source.lines["b", "y"]) == (2, 5)
-
-
-def test_merging_what_is_no_mapping_is_told(tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_text("a:\n  <<: 5\n")
-    (problem,) = read(tmp_path / "my.yaml").problems
-    assert (problem.message, problem.line) == ("must name a mapping, such as <<: *defaults", 2)
-
-
-def test_nul_in_a_text_is_told(tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_text('a: "x\\0y"\n')
-    (problem,) = read(tmp_path / "my.yaml").problems
-    assert problem.message == "may not contain a NUL character"
 
 
 def test_parser_without_the_c_extension_reads_the_same(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 
 from greenroom.core.model import ModelId
@@ -17,63 +20,49 @@ def leavers(company: ByGroup, newcomer: str, present: str, staying: str = "") ->
     return None if answer is None else set(answer)
 
 
-def test_without_groups_one_model_is_ready_at_a_time() -> None:
-    assert leavers(ByGroup(()), "a", "b c") == {"b", "c"}
+SMALL = Group("small", ids("x y"), swap=False, exclusive=False)
+ALWAYS = Group("always", ids("p q"), swap=False, exclusive=False, persistent=True)
+# The groups of each sentence; and newcomer, models present, those that leave (None: it cannot come), those that stay.
+SENTENCES: dict[str, tuple[Sequence[Group], Sequence[tuple[str, str, str | None, str]]]] = {
+    "without groups one model is ready at a time": ([], [("a", "b c", "b c", "")]),
+    "a newcomer evicts nothing where no model is ready": ([], [("a", "", "", "")]),
+    "a model that is there already does not send itself away": ([], [("a", "a b a", "b", ""), ("a", "a", "", "a")]),
+    "members of a group that swaps take turns": (
+        [Group("chat", ids("a b c"), exclusive=False)],
+        [("a", "b x", "b", "")],
+    ),
+    "members of a group that does not swap stay together": (
+        [Group("small", ids("a b c"), swap=False, exclusive=False)],
+        [("a", "b c x", "", "")],
+    ),
+    "a newcomer of an exclusive group evicts all models outside it": (
+        [Group("big", ids("a b"), swap=False), Group("small", ids("x"), exclusive=False)],
+        [("a", "b x free", "x free", "")],
+    ),
+    "a newcomer of a group that is not exclusive joins an exclusive one": (
+        [Group("big", ids("a")), Group("small", ids("x"), exclusive=False)],
+        [("x", "a free", "", "")],
+    ),
+    "a persistent group is not sent away by others": (
+        [ALWAYS, Group("g", ids("a"))],
+        [("a", "p q free", "free", ""), ("free", "p a", "a", "")],
+    ),
+    "members of a persistent group still take turns": ([replace(ALWAYS, swap=True)], [("p", "q a", "q", "")]),
+    "models in no group send each other and all groups away": ([SMALL], [("free", "x y other", "x y other", "")]),
+    "a newcomer cannot load while a model it would evict must stay": (
+        [SMALL],
+        [("free", "x other", None, "x"), ("x", "y free", "", "y free")],
+    ),
+    "a model that is not ready keeps no newcomer out": ([], [("a", "b", "b", "c")]),
+}
 
 
-def test_newcomer_evicts_nothing_where_no_model_is_ready() -> None:
-    assert leavers(ByGroup(()), "a", "") == set()
-
-
-def test_model_that_is_there_already_does_not_send_itself_away() -> None:
-    assert leavers(ByGroup(()), "a", "a b a") == {"b"}
-    assert leavers(ByGroup(()), "a", "a", staying="a") == set()
-
-
-def test_members_of_a_group_that_swaps_take_turns() -> None:
-    company = ByGroup([Group("chat", ids("a b c"), exclusive=False)])
-    assert leavers(company, "a", "b x") == {"b"}
-
-
-def test_members_of_a_group_that_does_not_swap_stay_together() -> None:
-    company = ByGroup([Group("small", ids("a b c"), swap=False, exclusive=False)])
-    assert leavers(company, "a", "b c x") == set()
-
-
-def test_newcomer_of_an_exclusive_group_evicts_all_models_outside_it() -> None:
-    company = ByGroup([Group("big", ids("a b"), swap=False), Group("small", ids("x"), exclusive=False)])
-    assert leavers(company, "a", "b x free") == {"x", "free"}
-
-
-def test_newcomer_of_a_group_that_is_not_exclusive_joins_an_exclusive_one() -> None:
-    company = ByGroup([Group("big", ids("a")), Group("small", ids("x"), exclusive=False)])
-    assert leavers(company, "x", "a free") == set()
-
-
-def test_persistent_group_is_not_sent_away_by_others() -> None:
-    company = ByGroup([Group("always", ids("p q"), swap=False, exclusive=False, persistent=True), Group("g", ids("a"))])
-    assert leavers(company, "a", "p q free") == {"free"}
-    assert leavers(company, "free", "p a") == {"a"}
-
-
-def test_members_of_a_persistent_group_still_take_turns() -> None:
-    company = ByGroup([Group("always", ids("p q"), exclusive=False, persistent=True)])
-    assert leavers(company, "p", "q a") == {"q"}
-
-
-def test_models_in_no_group_send_each_other_and_all_groups_away() -> None:
-    company = ByGroup([Group("small", ids("x y"), swap=False, exclusive=False)])
-    assert leavers(company, "free", "x y other") == {"x", "y", "other"}
-
-
-def test_newcomer_cannot_load_while_a_model_it_would_evict_must_stay() -> None:
-    company = ByGroup([Group("small", ids("x y"), swap=False, exclusive=False)])
-    assert leavers(company, "free", "x other", staying="x") is None
-    assert leavers(company, "x", "y free", staying="y free") == set()
-
-
-def test_a_model_that_is_not_ready_keeps_no_newcomer_out() -> None:
-    assert leavers(ByGroup(()), "a", "b", staying="c") == {"b"}
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_those_leave_that_the_groups_send_away(sentence: str) -> None:
+    groups, cases = SENTENCES[sentence]
+    for newcomer, present, leave, staying in cases:
+        expected = None if leave is None else set(leave.split())
+        assert leavers(ByGroup(groups), newcomer, present, staying) == expected
 
 
 def test_model_in_two_groups_is_refused() -> None:

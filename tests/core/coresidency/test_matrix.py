@@ -32,55 +32,73 @@ def leavers(company: ByMatrix, newcomer: str, present: str, staying: str = "") -
     return None if answer is None else set(answer)
 
 
-def test_models_joined_by_and_may_be_together_and_so_may_some_of_them() -> None:
-    company = by({"all": "a & b & c"})
-    assert leavers(company, "a", "b c") == set()
-    assert leavers(company, "a", "c") == set()
+PAIR, FULL = {"pair": "a & b"}, {"full": "+llms & +voice", "llms": "l1 | l2", "voice": "tts | stt"}
+CHOICE, TWO = {"pair": "(a | b) & (c | d)"}, {"first": "n & a", "second": "n & b & c"}
+TWICE = {"s": "n & (a | b) & (a | c)"}
+STAY = ({"cheap": "n & a & b", "dear": "n & c"}, {"a": 50, "b": 50})
+# The sets and costs; and newcomer, models present, those that leave (None: it cannot come), those that must stay.
+SENTENCES: dict[str, list[tuple[dict[str, str], dict[str, int], str, str, str | None, str]]] = {
+    "models joined by & may be together, and so may some of them": [
+        ({"all": "a & b & c"}, {}, "a", "b c", "", ""),
+        ({"all": "a & b & c"}, {}, "a", "c", "", ""),
+    ],
+    "models joined by | take turns": [({"one": "a | b | c"}, {}, "a", "b", "b", "")],
+    "only the alternative leaves": [(CHOICE, {}, "a", "b d", "b", ""), (CHOICE, {}, "a", "b", "b", "")],
+    "a model in no set comes alone": [
+        (PAIR, {}, "free", "a b other", "a b other", ""),
+        (PAIR, {}, "free", "", "", ""),
+        (PAIR, {}, "free", "a", None, "a"),
+    ],
+    "a model in no set leaves for a model of a set": [
+        (PAIR, {}, "a", "b free", "free", ""),
+        (PAIR, {}, "a", "b free", None, "free"),
+    ],
+    "the set that sends away the least cost is chosen": [
+        (TWO, {}, "n", "a b c", "a", ""),
+        (TWO, {"a": 3}, "n", "a b c", "b c", ""),
+    ],
+    "the first definition wins ties": [
+        ({"first": "n & b", "second": "n & a"}, {}, "n", "a b", "a", ""),
+        ({"second": "n & a", "first": "n & b"}, {}, "n", "a b", "b", ""),
+        # Also when models of the second have been written earlier elsewhere.
+        ({"other": "a", "first": "n & b", "second": "n & a"}, {}, "n", "a b", "a", ""),
+    ],
+    "within a set the models written first stay": [
+        ({"s": "n & (b | a)"}, {}, "n", "a b", "a", ""),
+        ({"s": "n & (a | b)"}, {}, "n", "a b", "b", ""),
+    ],
+    "references stand for their sets": [(FULL, {}, "l1", "l2 tts", "l2", ""), (FULL, {}, "stt", "l2 tts", "tts", "")],
+    "a newcomer that is there already does not leave": [
+        ({"one": "a | b"}, {}, "a", "a b", "b", ""),
+        ({}, {}, "a", "a b", "b", "a"),
+    ],
+    "models that must stay decide the set, whatever it costs": [
+        (*STAY, "n", "a b c", "c", ""),
+        (*STAY, "n", "a b c", "a b", "c"),
+    ],
+    "a newcomer cannot load when no set has it and the models that must stay": [
+        ({"one": "n & a", "two": "n & b", "three": "n & (a | b)"}, {}, "n", "a b", None, "a b")
+    ],
+    # Keeping a twice would seem to be worth 6, more than b and c.
+    "a model on both sides of an & counts once": [
+        (TWICE, {"a": 3, "b": 2, "c": 2}, "n", "a b c", "c", ""),
+        (TWICE, {"a": 3, "b": 4, "c": 4}, "n", "a b c", "a", ""),
+    ],
+    # Inside alone a is worth more than b, but a can also come in from outside.
+    "a choice inside is made with those further out in mind": [
+        ({"s": "n & (x & (a | b)) & (a | c)"}, {"a": 3, "b": 2}, "n", "a b c", "c", "")
+    ],
+    "a set joined to itself holds any two": [
+        ({"any": "a | b | c | d", "two": "+any & +any"}, {"a": 5}, "d", "a b c", "b c", "")
+    ],
+}
 
 
-def test_models_joined_by_or_take_turns() -> None:
-    assert leavers(by({"one": "a | b | c"}), "a", "b") == {"b"}
-
-
-def test_only_the_alternative_leaves() -> None:
-    assert leavers(by({"pair": "(a | b) & (c | d)"}), "a", "b d") == {"b"}
-    assert leavers(by({"pair": "(a | b) & (c | d)"}), "a", "b") == {"b"}
-
-
-def test_model_in_no_set_comes_alone() -> None:
-    company = by({"pair": "a & b"})
-    assert leavers(company, "free", "a b other") == {"a", "b", "other"}
-    assert leavers(company, "free", "") == set()
-    assert leavers(company, "free", "a", staying="a") is None
-
-
-def test_model_in_no_set_leaves_for_a_model_of_a_set() -> None:
-    assert leavers(by({"pair": "a & b"}), "a", "b free") == {"free"}
-    assert leavers(by({"pair": "a & b"}), "a", "b free", staying="free") is None
-
-
-def test_set_that_sends_away_the_least_cost_is_chosen() -> None:
-    sets = {"first": "n & a", "second": "n & b & c"}
-    assert leavers(by(sets), "n", "a b c") == {"a"}
-    assert leavers(by(sets, {"a": 3}), "n", "a b c") == {"b", "c"}
-
-
-def test_first_definition_wins_ties() -> None:
-    assert leavers(by({"first": "n & b", "second": "n & a"}), "n", "a b") == {"a"}
-    assert leavers(by({"second": "n & a", "first": "n & b"}), "n", "a b") == {"b"}
-    # Also when models of the second have been written earlier elsewhere.
-    assert leavers(by({"other": "a", "first": "n & b", "second": "n & a"}), "n", "a b") == {"a"}
-
-
-def test_within_a_set_the_models_written_first_stay() -> None:
-    assert leavers(by({"s": "n & (b | a)"}), "n", "a b") == {"a"}
-    assert leavers(by({"s": "n & (a | b)"}), "n", "a b") == {"b"}
-
-
-def test_references_stand_for_their_sets() -> None:
-    company = by({"full": "+llms & +voice", "llms": "l1 | l2", "voice": "tts | stt"})
-    assert leavers(company, "l1", "l2 tts") == {"l2"}
-    assert leavers(company, "stt", "l2 tts") == {"tts"}
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_those_leave_that_the_sets_send_away(sentence: str) -> None:
+    for sets, costs, newcomer, present, leave, staying in SENTENCES[sentence]:
+        expected = None if leave is None else set(leave.split())
+        assert leavers(by(sets, costs), newcomer, present, staying) == expected
 
 
 def test_short_names_stand_for_models_and_win_over_models_of_that_name() -> None:
@@ -93,41 +111,6 @@ def test_cost_may_be_given_by_short_name_or_by_model() -> None:
     for name in ("s", "small"):
         company = by({"one": "n & s", "two": "n & b"}, {name: 1, "b": 2}, s="small")
         assert leavers(company, "n", "small b") == {"small"}
-
-
-def test_newcomer_that_is_there_already_does_not_leave() -> None:
-    assert leavers(by({"one": "a | b"}), "a", "a b") == {"b"}
-    assert leavers(by({}), "a", "a b", staying="a") == {"b"}
-
-
-def test_models_that_must_stay_decide_the_set_whatever_it_costs() -> None:
-    company = by({"cheap": "n & a & b", "dear": "n & c"}, {"a": 50, "b": 50})
-    assert leavers(company, "n", "a b c") == {"c"}
-    assert leavers(company, "n", "a b c", staying="c") == {"a", "b"}
-
-
-def test_newcomer_cannot_load_when_no_set_has_it_and_the_models_that_must_stay() -> None:
-    company = by({"one": "n & a", "two": "n & b", "three": "n & (a | b)"})
-    assert leavers(company, "n", "a b", staying="a b") is None
-
-
-def test_model_on_both_sides_of_an_and_counts_once() -> None:
-    # Keeping a twice would seem to be worth 6, more than b and c.
-    company = by({"s": "n & (a | b) & (a | c)"}, {"a": 3, "b": 2, "c": 2})
-    assert leavers(company, "n", "a b c") == {"c"}
-    company = by({"s": "n & (a | b) & (a | c)"}, {"a": 3, "b": 4, "c": 4})
-    assert leavers(company, "n", "a b c") == {"a"}
-
-
-def test_choice_inside_is_made_with_those_further_out_in_mind() -> None:
-    # Inside alone a is worth more than b, but a can also come in from outside.
-    company = by({"s": "n & (x & (a | b)) & (a | c)"}, {"a": 3, "b": 2})
-    assert leavers(company, "n", "a b c") == {"c"}
-
-
-def test_set_joined_to_itself_holds_any_two() -> None:
-    company = by({"any": "a | b | c | d", "two": "+any & +any"}, {"a": 5})
-    assert leavers(company, "d", "a b c") == {"b", "c"}
 
 
 def test_coresidency_under_a_matrix_applies_it() -> None:

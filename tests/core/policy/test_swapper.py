@@ -51,63 +51,54 @@ def victims(target: Target, residents: Sequence[Resident], room: Mapping[DeviceI
 # --- one device -----------------------------------------------------------------------------------------------------
 
 
+LOW = [there("u", 4_000, priority=0), there("e", 4_000), there("l", 4_000, priority=2)]
+BUSY = [there("busy", 4_000, loss=0.0, priority=2, busy=True), there("a", 2_000), there("b", 2_000, priority=0)]
+FIXED = there("fixed", 4_000, loss=0.0, fixed=True)
+# How much is wanted of one device, what is there, and what leaves: None where that is not enough.
+SENTENCES: dict[str, list[tuple[int, list[Resident], list[str] | None]]] = {
+    "room that is missing is made by the smallest loss": [
+        (4_000, [there("dear", 4_000, loss=5.0), there("cheap", 4_000, loss=1.0)], ["cheap"])
+    ],
+    "two cheap ones leave rather than a dear one": [
+        (
+            4_000,
+            [there("dear", 4_000, loss=5.0), there("one", 2_000, loss=2.0), there("two", 2_000, loss=2.0)],
+            ["one", "two"],
+        )
+    ],
+    # The large one is cheaper for every MiB, but not as a whole.
+    "a good price for a MiB is not enough when a small one will do": [
+        (1_000, [there("large", 8_000, loss=4.0), there("small", 1_000, loss=1.0)], ["small"])
+    ],
+    "among equals the least recently used leaves": [
+        (4_000, [there("recent", 4_000, last_used=9.0), there("old", 4_000, last_used=3.0)], ["old"])
+    ],
+    "none leave when all together are not enough": [
+        (9_000, [there("a", 4_000), there("b", 4_000)], None),
+        (9_000, [], None),
+    ],
+    "a fixed resident stays": [(4_000, [FIXED, there("b", 4_000)], ["b"]), (4_000, [FIXED], None)],
+    "a resident that frees nothing there stays": [
+        (4_000, [there("elsewhere", {G1: 9_000}, loss=0.0), there("here", 4_000)], ["here"])
+    ],
+    "the less urgent leave before equals, and equals before the more urgent, whatever they lose": [
+        (4_000, [*LOW[:2], there("l", 4_000, loss=99.0, priority=2)], ["l"]),
+        (4_000, LOW[:2], ["e"]),
+        (4_000, LOW[:1], ["u"]),
+        (8_000, LOW, ["l", "e"]),
+    ],
+    "many idle ones leave before one that is busy": [(4_000, BUSY, ["a", "b"]), (8_000, BUSY, ["a", "b", "busy"])],
+}
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_those_leave_that_cost_least(sentence: str) -> None:
+    for wanted, residents, leaving in SENTENCES[sentence]:
+        assert victims(wanting(wanted), residents) == leaving
+
+
 def test_no_model_leaves_when_there_is_room() -> None:
     assert victims(wanting(4_000), [there("a", 4_000)], 4_000) == []
-
-
-def test_room_that_is_missing_is_made_by_the_smallest_loss() -> None:
-    assert victims(wanting(4_000), [there("dear", 4_000, loss=5.0), there("cheap", 4_000, loss=1.0)]) == ["cheap"]
-
-
-def test_two_cheap_ones_leave_rather_than_a_dear_one() -> None:
-    residents = [there("dear", 4_000, loss=5.0), there("one", 2_000, loss=2.0), there("two", 2_000, loss=2.0)]
-    assert victims(wanting(4_000), residents) == ["one", "two"]
-
-
-def test_a_good_price_for_a_mib_is_not_enough_when_a_small_one_will_do() -> None:
-    residents = [there("large", 8_000, loss=4.0), there("small", 1_000, loss=1.0)]
-    assert victims(wanting(1_000), residents) == ["small"], "the large one is cheaper for every MiB, but not as a whole"
-
-
-def test_among_equals_the_least_recently_used_leaves() -> None:
-    residents = [there("recent", 4_000, last_used=9.0), there("old", 4_000, last_used=3.0)]
-    assert victims(wanting(4_000), residents) == ["old"]
-
-
-def test_none_leave_when_all_together_are_not_enough() -> None:
-    assert victims(wanting(9_000), [there("a", 4_000), there("b", 4_000)]) is None
-    assert victims(wanting(9_000), []) is None
-
-
-def test_a_fixed_resident_stays() -> None:
-    assert victims(wanting(4_000), [there("fixed", 4_000, loss=0.0, fixed=True), there("b", 4_000)]) == ["b"]
-    assert victims(wanting(4_000), [there("fixed", 4_000, fixed=True)]) is None
-
-
-def test_a_resident_that_frees_nothing_there_stays() -> None:
-    assert victims(wanting(4_000), [there("elsewhere", {G1: 9_000}, loss=0.0), there("here", 4_000)]) == ["here"]
-
-
-# --- levels ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_less_urgent_leave_before_equals_and_equals_before_the_more_urgent_whatever_they_lose() -> None:
-    urgent, equal, low = (there(name, 4_000, priority=priority) for name, priority in (("u", 0), ("e", 1), ("l", 2)))
-    dear_low = there("l", 4_000, loss=99.0, priority=2)
-    assert victims(wanting(4_000), [urgent, equal, dear_low]) == ["l"]
-    assert victims(wanting(4_000), [urgent, equal]) == ["e"]
-    assert victims(wanting(4_000), [urgent]) == ["u"]
-    assert victims(wanting(8_000), [urgent, equal, low]) == ["l", "e"], "the less urgent first"
-
-
-def test_many_idle_ones_leave_before_one_that_is_busy() -> None:
-    residents = [
-        there("busy", 4_000, loss=0.0, priority=2, busy=True),
-        there("a", 2_000),
-        there("b", 2_000, priority=0),
-    ]
-    assert victims(wanting(4_000), residents) == ["a", "b"]
-    assert victims(wanting(8_000), residents) == ["a", "b", "busy"]
 
 
 def test_an_eviction_with_a_busy_victim_is_blocked() -> None:

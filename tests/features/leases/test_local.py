@@ -162,15 +162,6 @@ async def test_memory_that_is_free_on_paper_only_is_not_handed_over(one: Rig) ->
 # --- asked for twice, given up --------------------------------------------------------------------------------------
 
 
-async def test_one_of_two_calls_that_wait_for_the_same_lease_may_leave(one: Rig) -> None:
-    holds = await one.leasing.acquire(ask("holds", 8_000))
-    waiting = [asyncio.ensure_future(one.leasing.acquire(ask(mib=8_000, wait_s=60.0))) for _ in range(2)]
-    await until(lambda: one.waiting == 1)
-    waiting[0].cancel()
-    await one.leasing.release("holds", holds.token)
-    assert (await asyncio.wait_for(waiting[1], 30)).state == "held"
-
-
 async def test_a_grant_is_given_back_if_its_call_was_cancelled_meanwhile(tmp_path: Path) -> None:
     async with rig(tmp_path) as one:
         waiting = asyncio.ensure_future(one.leasing.acquire(ask()))

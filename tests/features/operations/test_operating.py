@@ -6,7 +6,7 @@ import pytest
 
 from greenroom.config.diff import Changes
 from greenroom.core.model import ModelId, MoveKind, Tier
-from greenroom.errors import ConfigError, LoadFailed, TooLarge, Unsupported
+from greenroom.errors import ConfigError, LoadFailed, Unsupported
 from tests.api.management_rig import Client, FakeGateway, model
 
 ORG = ModelId("org/name")
@@ -153,13 +153,6 @@ async def test_a_failed_load_says_why_with_the_engines_last_lines() -> None:
     assert (answer.status, answer.headers["retry-after"]) == (503, "5")
     assert answer.error["code"] == "model_load_failed"
     assert answer.error["details"] == "line 1\nout of memory"
-
-
-async def test_a_final_failure_says_not_to_retry() -> None:
-    gateway = _gateway()
-    gateway.operations.error = TooLarge("a does not fit.")
-    answer = await Client(gateway).post("/api/v1/models/a/load")
-    assert (answer.status, answer.headers["x-should-retry"]) == (503, "false")
 
 
 @pytest.mark.parametrize("target", ["models/a/load", "models/a/unload", "reload"])

@@ -18,7 +18,7 @@ from tests.integration.facts import Journal, at_rest, counters
 from tests.integration.raw import http
 from tests.later import Later
 from tests.models import tiny as tiny_model
-from tests.models import tiny_embedding, tiny_reranker
+from tests.models import tiny_embedding
 from tests.waiting import PATIENCE_S, until
 
 openai = Later("openai")
@@ -36,7 +36,6 @@ async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
         "org/bravo": tiny(tiny_model("bravo"), description="the second"),
         "counts": tiny(tiny_model("counts", loop=True), ctx_size=4096),
         "bag": tiny(tiny_embedding(), embedding=True),
-        "taste": tiny(tiny_reranker(), reranking=True),
         "stalls": fake("stalls", *Journal(folder).switches, "--hang", "serve"),
         "broken": fake("broken", "--exit-before-bind"),
         "hidden": fake("hidden", unlisted=True),
@@ -110,16 +109,9 @@ async def test_embeddings(client: openai.AsyncOpenAI) -> None:
     assert len(good) == len(bad) > 1
 
 
-async def test_rerank(app: App) -> None:
-    question = {"model": "taste", "query": "good", "documents": ["bad bad bad", "good good good"]}
-    answer = await http(app, "POST", "/v1/rerank", question)
-    scores = {row["index"]: row["relevance_score"] for row in answer.json()["results"]}
-    assert scores[1] > scores[0]
-
-
 async def test_models(client: openai.AsyncOpenAI) -> None:
     listed = {model.id: model async for model in client.models.list()}
-    assert set(listed) == {"alpha", "org/bravo", "counts", "bag", "taste", "stalls", "broken"}
+    assert set(listed) == {"alpha", "org/bravo", "counts", "bag", "stalls", "broken"}
     assert listed["alpha"].owned_by == "greenroom"
     # By id with a slash (which this package does not encode), by alias, and one that is not listed.
     assert (await client.models.retrieve("org/bravo")).id == "org/bravo"
@@ -155,11 +147,6 @@ async def test_bad_request_is_a_bad_request_error(client: openai.AsyncOpenAI) ->
     # What only the engine can find wrong is told by it.
     with pytest.raises(openai.BadRequestError):
         await client.chat.completions.create(model="alpha", messages=cast(Any, "not a list"))
-
-
-async def test_what_an_engine_cannot_do_is_a_bad_request_error(client: openai.AsyncOpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="alpha does not do embeddings"):
-        await client.embeddings.create(model="alpha", input="hi")
 
 
 async def test_failed_load_is_a_status_error_that_says_why_and_when_to_retry(client: openai.AsyncOpenAI) -> None:
@@ -208,10 +195,8 @@ def talk(address: str) -> tuple[str | None, str, int]:
 # --- curl -----------------------------------------------------------------------------------------------------------
 
 
-async def curl(app: App, path: str, *arguments: str, value: object = None, stdin: bytes = b"") -> tuple[str, str]:
+async def curl(app: App, path: str, *arguments: str, stdin: bytes = b"") -> tuple[str, str]:
     """What curl printed, and what it told of the conversation (-v)."""
-    if value is not None:
-        arguments = (*arguments, "-H", "Content-Type: application/json", "-d", json.dumps(value))
     process = await asyncio.create_subprocess_exec(
         *("curl", "-sSv", "--max-time", str(PATIENCE_S), *arguments, url(app) + path),
         stdin=subprocess.PIPE,
@@ -221,37 +206,6 @@ async def curl(app: App, path: str, *arguments: str, value: object = None, stdin
     out, told = await process.communicate(stdin)
     assert process.returncode == 0, told.decode()
     return out.decode(), told.decode()
-
-
-async def test_curl_chat(app: App) -> None:
-    out, _ = await curl(app, "/v1/chat/completions", value={"model": "alpha", "messages": HELLO})
-    assert json.loads(out)["choices"][0]["message"]["content"] == " alpha says hello"
-
-
-async def test_curl_stream(app: App) -> None:
-    out, told = await curl(
-        app, "/v1/chat/completions", "-N", value={"model": "alpha", "messages": HELLO, "stream": True}
-    )
-    assert out.startswith("data: ")
-    assert out.endswith("data: [DONE]\n\n")
-    assert "text/event-stream" in told
-
-
-async def test_curl_embeddings(app: App) -> None:
-    out, _ = await curl(app, "/v1/embeddings", value={"model": "bag", "input": "good"})
-    assert len(json.loads(out)["data"][0]["embedding"]) > 1
-
-
-async def test_curl_error(app: App) -> None:
-    out, told = await curl(app, "/v1/chat/completions", value={"model": "nobody", "messages": HELLO})
-    assert "< HTTP/1.1 404" in told
-    assert json.loads(out)["error"]["code"] == "model_not_found"
-
-
-async def test_curl_head(app: App) -> None:
-    for path in ("/health", "/v1/models"):
-        out, _ = await curl(app, path, "--head")
-        assert out.startswith("HTTP/1.1 200"), path
 
 
 async def test_curl_sends_a_large_body_after_100_continue(app: App, tmp_path: Path) -> None:

@@ -173,12 +173,12 @@ async def test_url_is_that_of_the_configuration(tmp_path: Path) -> None:
         assert address.startswith("https://models.example.org/ai/v1/images/img-")
 
 
-@pytest.mark.parametrize("host", ['a"b', "a b", "a/b", "a@b", "a?b", "[::1", "a:b", "ä"])
-async def test_odd_hosts_get_into_no_url(tmp_path: Path, host: str) -> None:
+async def test_odd_hosts_get_into_no_url(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"m": fake("m")}, server={"allowed_hosts": ["*"]}) as app:
-        answer = await http(app, "POST", GENERATIONS, asking(PNG), headers={"Host": host})
-        assert answer.status == 400, answer.body
-        assert not stored(app)
+        for host in ('a"b', "a b", "a/b", "a@b", "a?b", "[::1", "a:b", "ä"):
+            answer = await http(app, "POST", GENERATIONS, asking(PNG), headers={"Host": host})
+            assert answer.status == 400, (host, answer.body)
+            assert not stored(app)
 
 
 async def test_caller_without_a_host_is_told(app: App) -> None:

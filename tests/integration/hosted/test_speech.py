@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from greenroom.app import App
 from tests.harness import gateway
-from tests.integration.raw import asking, http
+from tests.integration.raw import http
 from tests.later import Later
 
 openai = Later("openai")
@@ -115,8 +115,3 @@ async def spoken_s(app: App) -> float:
 async def test_many_speak_at_once(client: openai.AsyncOpenAI) -> None:
     said = await asyncio.gather(*(wav(client, f"Number {number}.") for number in range(6)))
     assert len({samples for _, samples in said}) == 6
-
-
-async def test_other_routes_are_refused(app: App) -> None:
-    answer = await http(app, "POST", "/v1/chat/completions", asking("voice"))
-    assert (answer.status, answer.error["code"]) == (400, "unsupported")

@@ -149,19 +149,6 @@ async def test_size_that_is_not_there_says_how_to_get_it(app: App) -> None:
     assert "hf download Systran/faster-whisper-large-v3" in answer.error["message"]
 
 
-@pytest.mark.slow
-async def test_size_is_found_in_the_cache_of_the_hub(tmp_path: Path) -> None:
-    repository = tmp_path / "hf" / "hub" / "models--Systran--faster-whisper-large-v3"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("abc123")
-    (repository / "snapshots").mkdir()
-    (repository / "snapshots" / "abc123").symlink_to(tiny_ears("bravo"))
-    by_size = {"category": "transcription", "path": "large", "env": {"HF_HOME": str(tmp_path / "hf")}, "beam_size": 1}
-    async with gateway(tmp_path, {"bravo": {**by_size, "memory_mib": 100}}) as app:
-        answer = await http(app, "POST", TRANSCRIPTIONS, body=form([("model", "bravo")], noise(1)), headers=FORM)
-        assert answer.json()["text"] == "bravo"
-
-
 # --- wrong input ----------------------------------------------------------------------------------------------------
 
 

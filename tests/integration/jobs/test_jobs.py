@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from greenroom.app import App
 from greenroom.features.jobs.jobs import HANDED_OVER_MAX
@@ -18,6 +19,8 @@ from tests.integration.facts import Journal, is_ready
 from tests.integration.operating.test_reload import edit
 from tests.integration.raw import CHAT, Answer, Raw, http, request_bytes
 from tests.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 JOBS = "/v1/jobs"
 OVER = ("done", "failed", "cancelled")
@@ -81,6 +84,12 @@ async def result(app: App, id: str, by: Mapping[str, str] | None = None) -> Answ
     return await http(app, "GET", f"{JOBS}/{id}/result", headers=by)
 
 
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
+    async with gateway(tmp_path_factory.mktemp("jobs"), {"m": fake("m")}) as app:
+        yield app
+
+
 # --- the way of a job -----------------------------------------------------------------------------------------------
 
 
@@ -107,14 +116,13 @@ async def test_a_job_is_run_like_a_request_and_its_answer_kept(tmp_path: Path) -
         assert row["request_id"] == records[0].id
 
 
-async def test_prefer_respond_async_makes_a_job_of_any_request(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"m": fake("m")}) as app:
-        answer = await post(app, CHAT, chat(), {"Prefer": "wait=1, Respond-Async"})
-        assert (answer.status, answer.headers["preference-applied"]) == (202, "respond-async")
-        row = await ended(app, answer.json()["id"])
-        assert row["status"] == "done"
-        # Another preference is none for a job.
-        assert (await post(app, CHAT, chat(), {"Prefer": "respond-asynchronously"})).status == 200
+async def test_prefer_respond_async_makes_a_job_of_any_request(app: App) -> None:
+    answer = await post(app, CHAT, chat(), {"Prefer": "wait=1, Respond-Async"})
+    assert (answer.status, answer.headers["preference-applied"]) == (202, "respond-async")
+    row = await ended(app, answer.json()["id"])
+    assert row["status"] == "done"
+    # Another preference is none for a job.
+    assert (await post(app, CHAT, chat(), {"Prefer": "respond-asynchronously"})).status == 200
 
 
 async def test_a_stream_is_kept_as_collected(tmp_path: Path) -> None:
@@ -130,7 +138,7 @@ async def test_a_stream_is_kept_as_collected(tmp_path: Path) -> None:
         assert said == "m 1 2"
 
 
-async def test_a_form_is_a_job_by_its_own_route(tmp_path: Path) -> None:
+async def test_a_form_is_a_job_by_its_own_route(app: App) -> None:
     path = "/v1/audio/transcriptions"
     form = (
         b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n'
@@ -139,44 +147,36 @@ async def test_a_form_is_a_job_by_its_own_route(tmp_path: Path) -> None:
         + b"\r\n--b--\r\n"
     )
     kind = {"Content-Type": "multipart/form-data; boundary=b", "Prefer": "respond-async"}
-    async with gateway(tmp_path, {"m": fake("m")}) as app:
-        answer = await post(app, path, form, kind)
-        assert answer.status == 202, answer.body
-        assert (await ended(app, answer.json()["id"]))["status"] == "done"
-        assert (await result(app, answer.json()["id"])).json()["sizes"] == {"model": 1, "file": 300_000}
-        refused = await post(app, JOBS, {"route": path, "body": {"model": "m"}})
-        assert (refused.status, refused.error["param"]) == (400, "route")
-        assert "Prefer: respond-async" in refused.error["message"]
+    answer = await post(app, path, form, kind)
+    assert answer.status == 202, answer.body
+    assert (await ended(app, answer.json()["id"]))["status"] == "done"
+    assert (await result(app, answer.json()["id"])).json()["sizes"] == {"model": 1, "file": 300_000}
+    refused = await post(app, JOBS, {"route": path, "body": {"model": "m"}})
+    assert (refused.status, refused.error["param"]) == (400, "route")
+    assert "Prefer: respond-async" in refused.error["message"]
 
 
-@pytest.mark.parametrize(
-    ("path", "sent", "missing"),
-    [
-        ("/v1/audio/transcriptions", ("model",), "file"),
-        ("/v1/audio/translations", ("model", "prompt"), "file"),
-        ("/v1/images/edits", ("model", "prompt"), "image"),
-        ("/v1/images/edits", ("model", "image"), "prompt"),
-        ("/v1/images/edits", ("image", "prompt"), "model"),
-        ("/v1/images/variations", ("model",), "image"),
-    ],
-)
-async def test_forms_that_lack_a_field_are_no_jobs(
-    tmp_path: Path, path: str, sent: tuple[str, ...], missing: str
-) -> None:
-    parts = (f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\nm\r\n' for name in sent)
-    form, kind = ("".join(parts) + "--b--\r\n").encode(), {"Content-Type": "multipart/form-data; boundary=b"}
+# The fields that are sent, and the first one that is missing.
+FORMS = [
+    ("/v1/audio/transcriptions", ("model",), "file"),
+    ("/v1/audio/translations", ("model", "prompt"), "file"),
+    ("/v1/images/edits", ("model", "prompt"), "image"),
+    ("/v1/images/edits", ("model", "image"), "prompt"),
+    ("/v1/images/edits", ("image", "prompt"), "model"),
+    ("/v1/images/variations", ("model",), "image"),
+]
+
+
+async def test_forms_that_lack_a_field_are_no_jobs(tmp_path: Path) -> None:
+    kind = {"Content-Type": "multipart/form-data; boundary=b"}
     async with gateway(tmp_path, {"m": fake("m")}) as app:
-        for headers in (kind, kind | {"Prefer": "respond-async"}):
-            refused = await post(app, path, form, headers)
-            assert (refused.status, refused.error["param"]) == (400, missing), refused.body
+        for path, sent, missing in FORMS:
+            parts = (f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\nm\r\n' for name in sent)
+            form = ("".join(parts) + "--b--\r\n").encode()
+            for headers in (kind, kind | {"Prefer": "respond-async"}):
+                refused = await post(app, path, form, headers)
+                assert (refused.status, refused.error["param"]) == (400, missing), (path, sent, refused.body)
         assert not app.slots.live, "nothing was started"
-
-
-@pytest.mark.parametrize("route", ["/v1/chät", "/v1/\u4e2d", "/v1/chat completions", "v1/x", "/\0", "\ud800"])
-async def test_routes_that_are_no_paths_are_refused(tmp_path: Path, route: str) -> None:
-    async with gateway(tmp_path, {"m": fake("m")}) as app:
-        refused = await post(app, JOBS, {"route": route, "body": {"model": "m"}})
-        assert refused.status == 400, refused.body
 
 
 async def test_an_engines_own_route_is_a_job_too(tmp_path: Path) -> None:
@@ -265,48 +265,52 @@ async def test_jobs_are_listed_by_status(tmp_path: Path) -> None:
         assert (await http(app, "GET", f"{JOBS}?status=lost")).status == 400
 
 
-async def test_events_tell_each_status(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"m": fake("m")}) as app:
-        with app.hub.subscribe() as events:
-            id = await submit(app, chat())
-            seen: list[str] = []
-            async with asyncio.timeout(30):
-                async for event in events:
-                    if event.kind == "job" and event.data["id"] == id:
-                        seen.append(event.data["status"])
-                        if seen[-1] in OVER:
-                            break
-        assert seen == ["queued", "running", "done"]
+async def test_events_tell_each_status(app: App) -> None:
+    with app.hub.subscribe() as events:
+        id = await submit(app, chat())
+        seen: list[str] = []
+        async with asyncio.timeout(30):
+            async for event in events:
+                if event.kind == "job" and event.data["id"] == id:
+                    seen.append(event.data["status"])
+                    if seen[-1] in OVER:
+                        break
+    assert seen == ["queued", "running", "done"]
 
 
 # --- refused and failed ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "code"),
-    [
-        (b"{", 400, "invalid_request"),
-        (b'{"route": "/v1/chat/completions", "body": ' + b"[" * 9_000, 400, "invalid_request"),
-        ({"body": {}}, 400, "invalid_request"),
-        ({"route": CHAT}, 400, "invalid_request"),
-        ({"route": CHAT, "body": chat(), "retries": 3}, 400, "invalid_request"),
-        ({"route": CHAT, "body": [1]}, 400, "invalid_request"),
-        ({"route": CHAT, "body": "text"}, 400, "invalid_request"),
-        ({"route": CHAT, "body": {"messages": []}}, 400, "invalid_request"),
-        ({"route": CHAT, "body": chat("none")}, 404, "model_not_found"),
-        ({"route": "/v1/models", "body": {}}, 400, "invalid_request"),
-        ({"route": "/v1/jobs", "body": {}}, 400, "invalid_request"),
-        ({"route": "/nowhere", "body": {}}, 400, "invalid_request"),
-        ({"route": "chat\r\nx: y", "body": {}}, 400, "invalid_request"),
-        ({"route": "/upstream/none/x", "body": {}}, 404, "model_not_found"),
-        ({"route": "/v1/embeddings", "body": {"model": "m"}}, 400, "unsupported"),
-    ],
-)
-async def test_bad_jobs_are_refused_before_anything_is_kept(tmp_path: Path, body: Any, status: int, code: str) -> None:
+BAD: list[tuple[Any, int, str]] = [
+    (b"{", 400, "invalid_request"),
+    (b'{"route": "/v1/chat/completions", "body": ' + b"[" * 9_000, 400, "invalid_request"),
+    ({"body": {}}, 400, "invalid_request"),
+    ({"route": CHAT}, 400, "invalid_request"),
+    ({"route": CHAT, "body": chat(), "retries": 3}, 400, "invalid_request"),
+    ({"route": CHAT, "body": [1]}, 400, "invalid_request"),
+    ({"route": CHAT, "body": "text"}, 400, "invalid_request"),
+    ({"route": CHAT, "body": {"messages": []}}, 400, "invalid_request"),
+    ({"route": CHAT, "body": chat("none")}, 404, "model_not_found"),
+    ({"route": "/v1/models", "body": {}}, 400, "invalid_request"),
+    ({"route": "/v1/jobs", "body": {}}, 400, "invalid_request"),
+    ({"route": "/nowhere", "body": {}}, 400, "invalid_request"),
+    ({"route": "chat\r\nx: y", "body": {}}, 400, "invalid_request"),
+    ({"route": "/upstream/none/x", "body": {}}, 404, "model_not_found"),
+    ({"route": "/v1/embeddings", "body": {"model": "m"}}, 400, "unsupported"),
+    # Routes that are no paths.
+    *(
+        ({"route": route, "body": {"model": "m"}}, 400, "invalid_request")
+        for route in ("/v1/chät", "/v1/\u4e2d", "/v1/chat completions", "v1/x", "/\0", "\ud800")
+    ),
+]
+
+
+async def test_bad_jobs_are_refused_before_anything_is_kept(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"m": fake("m", abilities=["chat"])}, server=COUNTED) as app:
-        answer = await post(app, JOBS, body)
-        assert (answer.status, answer.error["code"]) == (status, code), answer.body
-        assert await refusals(app) == 1
+        for number, (body, status, code) in enumerate(BAD, 1):
+            answer = await post(app, JOBS, body)
+            assert (answer.status, answer.error["code"]) == (status, code), (body, answer.body)
+            assert await refusals(app) == number, body
         assert (await http(app, "GET", JOBS)).json()["data"] == []
         assert not list((tmp_path / "state" / "jobs").iterdir())
         assert not is_ready(app, "m")
@@ -323,25 +327,23 @@ async def test_prefer_with_bad_input_is_refused_like_the_request(tmp_path: Path)
         assert app.edge.bodies.memory_bytes == 0
 
 
-async def test_unknown_and_unfinished_results(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"m": fake("m")}) as app:
-        assert (await result(app, "job-" + "0" * 32)).status == 404
-        assert (await http(app, "DELETE", f"{JOBS}/../../id")).status == 404
-        id = await submit(app, chat(tokens=1000, token_s=0.1))
-        early = await result(app, id)
-        assert (early.status, early.error["code"], early.headers["retry-after"]) == (409, "job_unfinished", "1")
-        await http(app, "DELETE", f"{JOBS}/{id}")
+async def test_unknown_and_unfinished_results(app: App) -> None:
+    assert (await result(app, "job-" + "0" * 32)).status == 404
+    assert (await http(app, "DELETE", f"{JOBS}/../../id")).status == 404
+    id = await submit(app, chat(tokens=1000, token_s=0.1))
+    early = await result(app, id)
+    assert (early.status, early.error["code"], early.headers["retry-after"]) == (409, "job_unfinished", "1")
+    await http(app, "DELETE", f"{JOBS}/{id}")
 
 
-async def test_a_result_that_was_removed_by_hand_is_gone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    async with gateway(tmp_path, {"m": fake("m")}) as app:
-        id = await submit(app, chat())
-        assert (await ended(app, id))["status"] == "done"
-        (tmp_path / "state" / "jobs" / f"{id}.result").unlink()
-        gone = await result(app, id)
-        assert (gone.status, gone.error["code"]) == (410, "result_gone")
-        assert id in gone.error["message"]
-        assert f"result is gone job={id}" in capfd.readouterr().err
+async def test_a_result_that_was_removed_by_hand_is_gone(app: App, capfd: pytest.CaptureFixture[str]) -> None:
+    id = await submit(app, chat())
+    assert (await ended(app, id))["status"] == "done"
+    (app.state_dir.path / "jobs" / f"{id}.result").unlink()
+    gone = await result(app, id)
+    assert (gone.status, gone.error["code"]) == (410, "result_gone")
+    assert id in gone.error["message"]
+    assert f"result is gone job={id}" in capfd.readouterr().err
 
 
 async def test_an_engines_error_is_the_result_of_a_failed_job(tmp_path: Path) -> None:
@@ -388,15 +390,14 @@ async def test_a_result_larger_than_the_store_fails_and_frees_the_engine(tmp_pat
         assert (large.status, large.error["code"]) == (507, "job_store_full")
 
 
-async def test_a_full_disk_refuses_jobs_and_serves_requests(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"m": fake("m")}) as app:
+async def test_a_full_disk_refuses_jobs_and_serves_requests(app: App) -> None:
+    assert (await post(app, CHAT, chat())).status == 200
+    with full_disk():
+        refused = await post(app, JOBS, {"route": CHAT, "body": chat()})
+        assert (refused.status, refused.error["code"]) == (507, "job_store_full")
         assert (await post(app, CHAT, chat())).status == 200
-        with full_disk():
-            refused = await post(app, JOBS, {"route": CHAT, "body": chat()})
-            assert (refused.status, refused.error["code"]) == (507, "job_store_full")
-            assert (await post(app, CHAT, chat())).status == 200
-        id = await submit(app, chat())
-        assert (await ended(app, id))["status"] == "done"
+    id = await submit(app, chat())
+    assert (await ended(app, id))["status"] == "done"
 
 
 async def test_a_job_that_cannot_be_read_for_now_waits(tmp_path: Path) -> None:
@@ -414,14 +415,13 @@ async def test_a_job_that_cannot_be_read_for_now_waits(tmp_path: Path) -> None:
         assert (await ended(app, id))["status"] == "done"
 
 
-async def test_a_disk_that_fills_while_a_job_runs_fails_it(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"m": fake("m")}) as app:
-        id = await submit(app, chat(tokens=20, token_s=0.05))
-        await until(lambda: is_status(app, id, "running"))
-        with full_disk():
-            row = await ended(app, id)
-        assert (row["status"], row["error"]["code"]) == ("failed", "job_store_full")
-        assert (await ended(app, await submit(app, chat())))["status"] == "done"
+async def test_a_disk_that_fills_while_a_job_runs_fails_it(app: App) -> None:
+    id = await submit(app, chat(tokens=20, token_s=0.05))
+    await until(lambda: is_status(app, id, "running"))
+    with full_disk():
+        row = await ended(app, id)
+    assert (row["status"], row["error"]["code"]) == ("failed", "job_store_full")
+    assert (await ended(app, await submit(app, chat())))["status"] == "done"
 
 
 async def test_too_many_jobs_are_refused_and_ended_ones_make_room(tmp_path: Path) -> None:

@@ -121,19 +121,6 @@ async def test_a_model_waits_for_a_lease_and_comes_at_once_when_its_holder_is_ki
             assert (await asking)[0] == 200
 
 
-async def test_a_holder_that_stands_still_loses_its_lease_to_another_and_finds_out(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-        with trainer(url(app), 8_000, ttl_s=PAUSED_TTL_S) as paused:
-            said = await paused.says()
-            paused.process.send_signal(signal.SIGSTOP)
-            status, other = await ask(app, "POST", PATH, {**LONG, "mib": 8_000, "wait_s": 60, "id": "other"})
-            assert status == 201 and other["token"] > int(said[1])
-            paused.process.send_signal(signal.SIGCONT)
-            assert await paused.says() == ["lost"]
-            # The late one has changed nothing for the present holder.
-            assert (await ask(app, "POST", f"{PATH}/other/renew", {"token": other["token"]}))[0] == 200
-
-
 async def test_memory_that_a_lost_lease_still_uses_is_not_given_to_another(tmp_path: Path) -> None:
     described = tmp_path / "gpus.json"
     described.write_text(json.dumps({"gpus": [{"uuid": "GPU-a", "name": "fake", "memory_mib": 10_000}]}))
@@ -223,20 +210,6 @@ async def test_a_disk_that_takes_no_more_costs_new_leases_and_nothing_else(tmp_p
     finally:
         gate.kill()
         assert gate.nothing_left()
-
-
-async def test_leases_are_for_keys_that_may_take_them(tmp_path: Path) -> None:
-    keys = [{"name": "caller", "key": "caller-key"}, {"name": "trainer", "key": "trainer-key", "leases": True}]
-    async with gateway(tmp_path, {}, server={"api_keys": keys}) as app:
-        for key, expected in ((None, 401), ("caller-key", 403), ("trainer-key", 201)):
-            assert (await ask(app, "POST", PATH, {**LONG, "mib": 1}, key))[0] == expected
-
-
-async def test_a_shutdown_does_not_wait_for_leases_and_the_next_run_has_them(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-        _, lease = await ask(app, "POST", PATH, {**LONG, "mib": 8_000, "id": "x", "pid": os.getpid()})
-    async with gateway(tmp_path, {}) as app:
-        assert (await ask(app, "GET", f"{PATH}/x"))[1]["token"] == lease["token"]
 
 
 async def test_a_renewal_that_came_while_the_gateway_stood_still_is_in_time(tmp_path: Path) -> None:

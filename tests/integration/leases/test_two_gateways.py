@@ -85,20 +85,6 @@ async def test_a_model_is_a_lease_that_the_other_gateway_plans_around(tmp_path: 
         await until(lambda: not others(two), "the other hears of that too")
 
 
-async def test_a_model_that_others_keep_out_waits_in_line_and_idle_ones_leave(
-    tmp_path: Path, redis: RedisServer
-) -> None:
-    gpus = described(tmp_path, (A, 10_000))
-    async with (
-        sharing("one", gpus, redis.url, {"a": taking("a", gpus, 6_000)}) as one,
-        sharing("two", gpus, redis.url, {"b": taking("b", gpus, 6_000)}) as two,
-    ):
-        for _ in range(2):
-            assert (await chat(one, "a")).status == 200
-            assert (await chat(two, "b")).status == 200
-            assert not is_ready(one, "a") and is_ready(two, "b")
-
-
 @pytest.mark.parametrize("second_mib", [10_000, 6_000])
 async def test_a_split_model_that_others_keep_out_stands_in_line_for_its_share_of_every_gpu(
     tmp_path: Path, redis: RedisServer, second_mib: int

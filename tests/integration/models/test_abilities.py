@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 
 from greenroom.app import App
-from greenroom.core.model import ModelId
-from tests.harness import fake, gateway, url
+from greenroom.core.model import ModelId, MoveKind
+from tests.harness import fake, gateway
 from tests.integration.facts import Journal
 from tests.integration.raw import http
 from tests.later import Later
@@ -96,28 +96,18 @@ async def test_pictures_text_and_sound_come_back_as_the_engine_sent_them(client:
 
 
 @pytest.mark.parametrize(("model", "route"), [(model, route) for model in CAN for route in ROUTES])
-async def test_a_route_without_the_ability_for_it_is_refused(
-    client: openai.AsyncOpenAI, model: str, route: str
+async def test_a_route_without_the_ability_for_it_is_refused_and_loads_nothing(
+    app: App, client: openai.AsyncOpenAI, model: str, route: str
 ) -> None:
     if route in CAN[model]:
         await ask(client, route, model)
         return
+    await app.operations.move(MoveKind.UNLOAD, ModelId(model))
     with pytest.raises(openai.BadRequestError) as refused:
         await ask(client, route, model)
     assert (refused.value.code, refused.value.param) == ("unsupported", "model")
     assert f"{model} does not do" in refused.value.message
-
-
-@pytest.mark.parametrize("route", ["images", "edits", "transcriptions", "speech"])
-async def test_nothing_is_loaded_for_what_is_refused(tmp_path_factory: pytest.TempPathFactory, route: str) -> None:
-    folder = tmp_path_factory.mktemp("refused")
-    journal = Journal(folder)
-    async with gateway(folder, {"talker": fake("talker", *journal.switches, abilities=["chat"])}) as app:
-        async with openai.AsyncOpenAI(base_url=url(app) + "/v1", api_key="none", max_retries=0) as client:
-            with pytest.raises(openai.BadRequestError):
-                await ask(client, route, "talker")
-        assert not app.loop.scheduler.state.slots_of(ModelId("talker"))
-        assert not journal.lines("start")
+    assert not app.loop.scheduler.state.slots_of(ModelId(model))
 
 
 async def test_a_stream_of_pictures_is_not_asked_for_tokens(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -125,12 +125,6 @@ async def test_wrong_orders_are_refused_at_once(app: App, order: dict[str, Any],
     assert answer.status == status and words in answer.error["message"]
 
 
-async def test_tasks_that_are_not_there_and_keys_that_may_not(app: App) -> None:
-    assert (await ask(app, "GET", f"{LOAD}/load-0")).status == 404
-    for method, path in (("POST", LOAD), ("POST", UNLOAD), ("GET", f"{LOAD}/x")):
-        assert (await ask(app, method, path, {"modelId": "alpha"}, USER)).status == 403
-
-
 async def test_a_load_by_path_can_be_left_to_itself(app: App) -> None:
     answer = await ask(app, "POST", "/api/v1/models/beta/load?wait=false", {})
     assert answer.status == 202

@@ -57,40 +57,6 @@ async def test_explanations_come_true(tmp_path: Path) -> None:
         assert abs(done[0]["at"] - app.activity.recent(1)[0].arrived_at) < 60
 
 
-async def test_a_model_whose_devices_are_not_there_is_refused_by_their_names(tmp_path: Path) -> None:
-    models = {"astray": fake("astray", devices=["gpu7"]), "there": fake("there", devices=["gpu1", "gpu7"])}
-    async with gateway(tmp_path, models, gpus=[{"memory_mib": 1_000}] * 2) as app:
-        only = "astray may use only gpu7 (`devices`), and this machine has gpu0, gpu1 and host."
-        answer = await chat(app, "astray")
-        assert (answer.status, answer.error["code"]) == (503, "model_too_large")
-        assert answer.error["message"].startswith(only), answer.error
-        ordered = await http(app, "POST", "/api/v1/models/astray/load")
-        assert (ordered.status, ordered.error["code"]) == (503, "model_too_large")
-        assert ordered.error["message"].startswith(only), ordered.error
-        assert (await explain(app, "astray"))["detail"].startswith(only)
-        (device,) = (await explain(app, "there"))["devices"]
-        assert device["name"] == "gpu1"
-        assert (await chat(app, "there")).status == 200
-
-
-async def test_leases_that_hold_the_memory_are_named(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"a": fake("a")}, budget_mib=150, server={"wait_max_s": 0.2}) as app:
-        lease = {"mib": 100, "name": "train", "id": "train-1"}
-        assert (await http(app, "POST", "/api/v1/leases", lease)).status == 201
-        told = await explain(app, "a")
-        assert (told["action"], told["why"], told["leases"], told["eta_s"]) == ("wait", "leased", ["train"], None)
-        refused = await chat(app, "a")
-        assert refused.status == 503 and "memory that is leased (train)" in refused.json()["error"]["message"]
-
-
-async def test_a_lease_that_would_be_recalled_is_named(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"a": fake("a")}, budget_mib=150) as app:
-        lease = {"mib": 100, "name": "train", "preemptible": True, "priority": "low"}
-        assert (await http(app, "POST", "/api/v1/leases", lease)).status == 201
-        (evicted,) = (await explain(app, "a"))["evict"]
-        assert (evicted["model"], evicted["is_lease"]) == ("train", True)
-
-
 async def test_pinned_models_in_the_way_are_named(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"a": fake("a", pinned=True), "b": fake("b")}, budget_mib=150) as app:
         assert (await chat(app, "a")).status == 200

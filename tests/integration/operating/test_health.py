@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from greenroom.app import App
 from greenroom.errors import ConfigError
 from tests.harness import fake, gateway
-from tests.integration.raw import Answer, Raw, asking, chat, http, request_bytes
+from tests.integration.raw import Answer, asking, chat, http
 from tests.integration.versions.test_versions import models, options
 from tests.ports import free_port
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S
 
 OUT_OF_MEMORY = {"cmd": ["/bin/sh", "-c", "echo 'CUDA error: out of memory' >&2; exit 1 # ${PORT}"], "memory_mib": 100}
 BROKEN = {"cmd": ["/bin/sh", "-c", "exit 1 # ${PORT}"], "memory_mib": 100}
@@ -55,39 +54,6 @@ async def test_only_when_every_model_fails_is_it_unhealthy(tmp_path: Path) -> No
         assert await checks(app) == WELL
         await asyncio.gather(chat(app, "a"), chat(app, "b"))
         assert await checks(app) == {**WELL, "/health": (503, "failed")}
-
-
-async def test_a_full_queue_takes_it_out_of_service_and_does_not_restart_it(tmp_path: Path) -> None:
-    models = {"slow": fake("slow", "--tokens", "3", "--token-s", "1", concurrency=1)}
-    async with gateway(tmp_path, models, scheduler={"queue_depth_max": 1}) as app:
-        # Ready first: a request that waits for a load is one that waits.
-        assert (await chat(app, "slow", tokens=0)).status == 200
-        calls = [asyncio.ensure_future(chat(app, "slow"))]
-        await until(lambda: app.tickets.open, "one is answered")
-        calls.append(asyncio.ensure_future(chat(app, "slow", tokens=0)))
-        await until(lambda: app.loop.scheduler.view.waitlist.depth == 1, "one waits")
-        full = {"/health": (503, "saturated"), "/healthz": (200, "ok"), "/readyz": (503, "saturated")}
-        assert await checks(app) == full
-        assert [answer.status for answer in await asyncio.gather(*calls)] == [200, 200]
-        assert await checks(app) == WELL
-
-
-async def test_a_gateway_that_shuts_down_is_alive_and_not_ready(tmp_path: Path) -> None:
-    models = {"slow": fake("slow", "--tokens", "4", "--token-s", "1")}
-    async with gateway(tmp_path, models) as app:
-        running = asyncio.ensure_future(chat(app, "slow"))
-        await until(
-            lambda: any(slot.is_serving and slot.move is None for slot in app.loop.view.slots.values()), "it is loaded"
-        )
-        # A probe's connection, from before: new ones may be refused.
-        async with await Raw.open(app) as probe:
-            probe.send(request_bytes("GET", "/health", None))
-            assert (await probe.answer()).status == 200
-            app.shut_down()
-            for path, status in (("/health", 503), ("/readyz", 503), ("/healthz", 200)):
-                probe.send(request_bytes("GET", path, None))
-                assert (await probe.answer()).status == status, path
-        assert (await running).status == 200
 
 
 KEYS = [{"name": "plain", "key": "plain-key"}, {"name": "admin", "key": "admin-key", "admin": True}]
@@ -152,17 +118,6 @@ async def test_port_that_is_taken_is_named_by_its_key_and_the_first_is_closed(tm
         assert refused.value.message.startswith(f"server.metrics_port: cannot listen on 127.0.0.1:{taken}: ")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", first))
-
-
-async def test_series_of_the_runner_api_are_served_if_asked_for(tmp_path: Path) -> None:
-    aliases = {"metrics_port": 0, "metrics_aliases": "runner-api"}
-    async with gateway(tmp_path, MODELS, server=aliases) as app:
-        assert (await chat(app, "m", headers={"X-Tenant-ID": "lab"})).status == 200
-        text = (await watched(app, "/metrics")).body.decode()
-        found = {sample.name: sample for one in text_string_to_metric_families(text) for sample in one.samples}
-        assert 'vllm_requests_total{model="m",status="success",tenant="lab"} 1.0' in text
-        assert found["vllm_queue_depth"].value == 0
-        assert found["vllm_inference_duration_seconds_count"].labels == {"model": "m"}
 
 
 CALLERS = 8

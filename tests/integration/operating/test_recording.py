@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 import tempfile
@@ -48,17 +47,6 @@ async def test_times_learned_in_one_run_are_known_in_the_next(tmp_path: Path) ->
     # Another program under the same name has everything to learn anew.
     async with gateway(tmp_path, {"a": fake("a", "--load-s", "0.1")}) as app:
         assert load_s(app) is None
-
-
-async def test_a_broken_file_of_times_does_not_stop_the_start(tmp_path: Path) -> None:
-    models = {"a": fake("a")}
-    async with gateway(tmp_path, models) as app:
-        assert (await chat(app, "a")).status == 200
-    file = tmp_path / "state" / "learned.json"
-    file.write_text(file.read_text()[:20])
-    async with gateway(tmp_path, models) as app:
-        assert (await chat(app, "a")).status == 200
-    assert "a" in json.loads(file.read_text())["models"]
 
 
 async def test_nothing_is_recorded_unless_asked_for(tmp_path: Path) -> None:

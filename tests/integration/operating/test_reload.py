@@ -152,16 +152,6 @@ async def test_removed_model_is_not_found_and_its_process_goes(tmp_path: Path) -
         await at_rest(app)
 
 
-async def test_removed_model_that_comes_back_is_a_new_one(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"model": fake("first")}) as app:
-        assert (await chat(app, "model")).text == "first 1 2 3"
-        edit(tmp_path, drop("model"))
-        await app.reload()
-        edit(tmp_path, put("model", fake("second")))
-        await app.reload()
-        assert (await chat(app, "model")).text == "second 1 2 3"
-
-
 async def test_relabelled_model_keeps_its_process(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"model": fake("model")}) as app:
         stream = await Stream.begin(app, "model", tokens=20)

@@ -17,7 +17,7 @@ from greenroom.core.scheduler import DefaultScheduler
 from tests.docs.pages import package_of
 from tests.harness import fake, gateway, tiny
 from tests.integration.facts import at_rest, is_ready, pids
-from tests.integration.operating.test_reload import edit, put
+from tests.integration.operating.test_reload import edit
 from tests.integration.raw import chat, http
 from tests.models import tiny as tiny_model
 from tests.waiting import until
@@ -84,21 +84,6 @@ async def test_only_a_restart_changes_the_scheduler(tmp_path: Path) -> None:
         assert (answer.status, answer.error["code"]) == (422, "invalid_config")
         assert "only a restart can change scheduler.implementation" in answer.error["message"]
         assert isinstance(app.loop.scheduler, DefaultScheduler)
-
-
-async def test_a_policy_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"model": fake("model")}) as app:
-        assert (await chat(app, "model")).status == 200
-        config, policy, before = app.config, app.loop.scheduler.state.policy, pids(app, "model")
-        edit(tmp_path, put("new", fake("new")))
-        for section, word in (({"policy": "lifo"}, "policy 'lifo'"), ({"swapper": "coin"}, "swapper 'coin'")):
-            edit(tmp_path, lambda said, section=section: said.update(scheduler=section))  # type: ignore[misc]
-            answer = await http(app, "POST", "/api/v1/reload")
-            assert (answer.status, answer.error["code"]) == (422, "invalid_config")
-            assert f"there is no {word}; there are " in answer.error["message"]
-            assert app.config is config and app.loop.scheduler.state.policy is policy
-            assert (await chat(app, "new")).status == 404
-        assert pids(app, "model") == before
 
 
 async def test_a_policy_is_changed_under_the_models_feet(tmp_path: Path) -> None:

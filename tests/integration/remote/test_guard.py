@@ -164,16 +164,6 @@ async def test_a_local_engine_that_answers_503_for_long_is_replaced(there: Provi
         assert (await chat(app, "t")).headers["x-model"] == "full" and len(there.calls) == 1
 
 
-async def test_a_remote_primary_without_room_is_replaced_by_the_next_one(there: Provider, tmp_path: Path) -> None:
-    tasks = {"t": {"candidates": ["cloud", "second"]}}
-    models = {"cloud": CLOUD, "second": {**CLOUD, "use_model_name": "acme-small"}}
-    async with gateway(tmp_path, models, tasks=tasks, remotes={"acme": there.remote(retries_max=0)}) as app:
-        there.script.append((429, "content-type: application/json\r\n", b"{}"))
-        answer = await chat(app, "t")
-        assert answer.status == 200 and answer.headers["x-model"] == "second"
-        assert [call.body["model"] for call in there.calls] == ["acme-large", "acme-small"]
-
-
 @pytest.mark.parametrize("how", ["error", "timeout"])
 async def test_after_a_failed_load_the_last_is_asked_once_and_its_error_told(
     there: Provider, tmp_path: Path, how: str

@@ -54,14 +54,6 @@ async def test_the_openai_client_talks_to_a_remote_model_whole_and_as_a_stream(t
         assert there.calls[-1].body == {"model": "acme-large", "messages": HELLO, "tools": search}
 
 
-async def test_other_dialects_are_translated_for_it(there: Provider, tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"cloud": cloud()}, remotes={"acme": there.remote()}) as app:
-        asked = {"model": "cloud", "max_tokens": 9, "messages": HELLO}
-        answer = await http(app, "POST", "/v1/messages?beta=true", asked)
-        assert answer.status == 200 and answer.json()["content"][0]["text"] == "hello"
-        assert there.calls[0].target == "/api/v1/chat/completions"
-
-
 async def test_neither_key_goes_where_it_does_not_belong(
     there: Provider, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -156,38 +156,7 @@ async def test_wait_that_is_known_to_be_too_long_is_refused_at_once(tmp_path: Pa
         assert not is_loading(app, "slow")
 
 
-async def test_x_budget_s_shortens_the_wait(tmp_path: Path) -> None:
-    models = {"slow": fake("slow", "--load-s", "1.5")}
-    async with gateway(tmp_path, models, server=QUICK) as app:
-        for stream in (False, True):
-            answer = await chat(app, "slow", x_budget_s=0.2, stream=stream)
-            assert (answer.status, answer.error["code"]) == (504, "budget_passed")
-        assert (await chat(app, "slow", x_budget_s=-1)).error["param"] == "x_budget_s"
-
-
 # --- the queue ------------------------------------------------------------------------------------------------------
-
-
-async def test_full_queue_is_said_with_its_depth_and_when_to_come_back(tmp_path: Path) -> None:
-    models = {"busy": fake("busy", concurrency=1)}
-    async with gateway(tmp_path, models, scheduler={"queue_depth_max": 2}) as app:
-        assert (await chat(app, "busy")).status == 200
-        clients = [await Raw.open(app) for _ in range(3)]
-        for number, raw in enumerate(clients):
-            raw.ask(asking("busy", stall_after=0))
-            await until(lambda n=number: counters(app)["tickets"] == n + 1, "arrived")
-        await until(lambda: counters(app)["waiting"] == 2, "the queue is full")
-        health = await http(app, "GET", "/health")
-        assert (health.status, health.json()["queueDepth"]) == (503, 2)
-        answer = await chat(app, "busy")
-        assert (answer.status, answer.error["code"], answer.error["type"]) == (503, "queue_full", "overloaded_error")
-        assert answer.error["queueDepth"] == 2
-        assert answer.error["avgWaitMs"] >= 0
-        assert int(answer.headers["retry-after"]) >= 1
-        for raw in clients:
-            raw.leave()
-        await at_rest(app)
-        assert (await chat(app, "busy")).text == "busy 1 2 3"
 
 
 async def test_urgent_requests_go_first_by_body_and_by_header(tmp_path: Path) -> None:
@@ -215,39 +184,6 @@ async def test_urgent_requests_go_first_by_body_and_by_header(tmp_path: Path) ->
     order = [line["id"] for line in journal.lines("request")][1:]
     name_of = {answer.headers["x-request-id"]: name for name, answer in answers.items()}
     assert [name_of[one] for one in order] == ["highest", "high", "normal", "second normal", "low", "numbered"]
-
-
-async def test_a_slot_is_never_given_more_than_its_concurrency(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    models = {"three": fake("three", *journal.switches, "--token-s", "0.02", concurrency=3)}
-    async with gateway(tmp_path, models) as app:
-        answers = await asyncio.gather(*(chat(app, "three") for _ in range(12)))
-    assert {answer.text for answer in answers} == {"three 1 2 3"}
-    running = most = 0
-    for line in journal.lines("request", "done"):
-        running += 1 if line["event"] == "request" else -1
-        most = max(most, running)
-    assert most == 3
-    assert any(int(answer.headers["x-queue-wait-ms"]) > 0 for answer in answers)
-
-
-async def test_two_busy_models_do_not_keep_a_third_waiting_for_ever(tmp_path: Path) -> None:
-    """Requests for ready models may pass it for a while, not for as long as there are any."""
-    models = {name: fake(name, "--token-s", "0.005", concurrency=2) for name in ("one", "two", "third")}
-    often = {"deadline_high_s": 1, "deadline_normal_s": 2, "away_share": 1.0}
-    async with gateway(tmp_path, models, budget_mib=250, scheduler=often) as app:
-        stopped = False
-
-        async def ask_on(model: str) -> None:
-            while not stopped:
-                await chat(app, model)
-
-        callers = [asyncio.create_task(ask_on(model)) for model in ("one", "two") for _ in range(4)]
-        await until(lambda: app.loop.scheduler.state.counters.dones > 20, "both are busy")
-        answer = await asyncio.wait_for(chat(app, "third"), 20)
-        stopped = True
-        await asyncio.gather(*callers)
-    assert answer.text == "third 1 2 3"
 
 
 # --- why requests waited --------------------------------------------------------------------------------------------

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from greenroom.api.reports.snapshot import BUILD
-from greenroom.app import App
 from greenroom.runtime.operations.files import OperationStatus
 from tests.harness import fake, gateway, tiny
 from tests.integration.facts import at_rest
@@ -66,31 +63,6 @@ async def test_refused_before_the_body_is_sent_and_others_go_on(tmp_path: Path) 
         assert other.status == 200 and not [name for name in RATES if name in other.headers]
         metrics = await http(app, "GET", "/metrics")
         assert b'code="rate_limit_exceeded"' in metrics.body
-
-
-async def test_errors_and_streams_tell_what_is_left(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"m": fake("m")}, tenants={"default": {"requests_per_minute": 9}}) as app:
-        missing = await chat(app, "nothing")
-        stream = await chat(app, "m", stream=True)
-        page = await chat(app, "m", headers={"Origin": "http://localhost"})
-        assert (missing.status, stream.status, page.status) == (404, 200, 200)
-        assert [rates(answer)[1] for answer in (missing, stream, page)] == [8, 7, 6]
-        assert "x-ratelimit-remaining" in page.headers["access-control-expose-headers"]
-        listed = await http(app, "GET", "/v1/models")
-        assert listed.status == 200 and RATES[0] not in listed.headers
-
-
-async def test_tokens_settle_with_what_was_used(tmp_path: Path) -> None:
-    async with gateway(
-        tmp_path, {"m": fake("m", "--tokens", "8")}, tenants={"default": {"tokens_per_minute": 300}}
-    ) as app:
-        for _ in range(3):
-            # 250 are reserved each time, and few of them used.
-            assert (await chat(app, "m", max_tokens=250)).status == 200
-            await at_rest(app)
-        assert is_limited(await chat(app, "m", max_tokens=300))
-        while not is_limited(await chat(app, "m", tokens=60)):
-            await at_rest(app)
 
 
 async def test_jobs_are_counted_and_wait_while_there_is_no_place(tmp_path: Path) -> None:
@@ -230,53 +202,6 @@ async def test_white_space_behind_a_header_makes_no_other_tenant_nor_key(tmp_pat
     async with gateway(tmp_path, {"m": fake("m")}, server={"api_keys": keys}) as app:
         for header in ({"x-api-key": "ka "}, {"Authorization": "Bearer ka\t"}):
             assert (await http(app, "GET", "/v1/models", headers=header)).status == 200
-
-
-class Flood:
-    """Asks as fast as the gateway answers, on many connections."""
-
-    def __init__(self, app: App, tenant: str) -> None:
-        self.asked = self.refused = 0
-        self._app = app
-        self._tenant = tenant
-        self._is_over = asyncio.Event()
-
-    async def run(self) -> None:
-        await asyncio.gather(*(self._always() for _ in range(100)))
-
-    def end(self) -> None:
-        self._is_over.set()
-
-    async def _always(self) -> None:
-        while not self._is_over.is_set():
-            async with await Raw.open(self._app) as raw:
-                while not self._is_over.is_set():
-                    raw.ask(asking("m", tokens=1), headers=by(self._tenant))
-                    answer = await raw.answer()
-                    self.asked += 1
-                    self.refused += answer.status in (429, 503)
-                    if answer.headers.get("connection") == "close":
-                        break
-
-
-async def test_a_tenant_at_a_hundred_times_the_rate_is_refused_and_the_others_are_not(tmp_path: Path) -> None:
-    tenants = {name: {"requests_per_minute": 200, "queue_depth_max": 20} for name in ("flood", "a", "b")}
-    options = {"tenants": tenants, "scheduler": {"queue_depth_max": 50}}
-    async with gateway(tmp_path, {"m": fake("m", "--token-s", "0.01", concurrency=2)}, **options) as app:
-        assert (await chat(app, "m", headers=by("a"))).status == 200
-        flood, others = Flood(app, "flood"), Counter[int]()
-        flooding = asyncio.create_task(flood.run())
-        await until(lambda: app.loop.scheduler.view.waitlist.depth > 0, "the flood fills the queue")
-        before = flood.asked
-        for turn in range(1, 11):
-            pair = await asyncio.gather(*(chat(app, "m", headers=by(tenant), tokens=1) for tenant in "ab"))
-            others.update(answer.status for answer in pair)
-            # At a hundredth of its pace, whatever that is on this machine.
-            await until(lambda asked=before + 100 * turn: flood.asked >= asked, "the flood goes on")
-        flood.end()
-        await flooding
-        assert others == {200: 20}
-        assert flood.refused > 100
 
 
 def told_of_loss(capsys: pytest.CaptureFixture[str]) -> bool:

@@ -19,8 +19,6 @@ import pytest
 
 from greenroom.app import App
 from greenroom.features.versions import updates
-from greenroom.library.download_locks import DownloadLocks, close_all
-from greenroom.library.roots import Roots
 from tests.harness import GatewayProcess, gateway, tiny, write_config
 from tests.integration.raw import asking, http
 from tests.integration.versions.test_version_faults import PROGRAM, call, says
@@ -379,19 +377,6 @@ async def test_replicas_that_share_a_folder_never_delete_what_another_serves(hub
         for app, said_by in ((first, "charlie"), (second, "bravo")):
             assert (await http(app, "POST", "/api/v1/models/m/unload", {})).status == 200
             assert said(await ask(app))[2] == said_by
-
-
-@pytest.mark.slow
-async def test_what_another_replica_is_just_fetching_is_deleted_later(hub: StandinHub, tmp_path: Path) -> None:
-    async with versioned(tmp_path, keep=1) as app:
-        fetching = DownloadLocks(lambda: Roots([str(tmp_path / "models")])).begin_fetch()
-        try:
-            await update(app, "org/bravo")
-            assert files(tmp_path, "alpha"), "it may be what the other one fetches"
-        finally:
-            close_all(fetching)
-        await update(app, "org/charlie")
-        assert not files(tmp_path, "alpha") and not files(tmp_path, "bravo")
 
 
 @pytest.mark.slow
