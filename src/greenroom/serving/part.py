@@ -30,8 +30,6 @@ from greenroom.telemetry.activity import Activity, UsageCounts
 class RequestsPart(Part):
     """`counts` is None where no usage is kept."""
 
-    name = "requests"
-
     def __init__(
         self,
         shell: Shell,
@@ -47,7 +45,7 @@ class RequestsPart(Part):
         self.edge_state = EdgeState(limits_for(server))
         self.activity, self.salts, self.tasks = Activity(), PrefixSalts(), tasks
         self.activity_file = ActivityRecorder(Path(server.record_activity)) if server.record_activity else None
-        self.client_stats, self._tenants = ClientStats(shell.clock), Tenants()
+        self.client_stats, self._tenants = ClientStats(shell.loop.clock), Tenants()
         self._prefetch = Prefetch(shell.loop.view, watch.host_available_mib, shell.observer)
         reader = Reader(resolver, shell.catalog, self._tenants, limiter, tasks, self.salts, shell.live, picture_urls)
         record = None if self.activity_file is None else self.activity_file.add

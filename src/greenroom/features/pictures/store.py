@@ -50,7 +50,7 @@ class _FirstLine:
 
 def make_pictures(shell: Shell) -> PictureStore:
     files, live = OperationFiles(shell.state_dir.path / "pictures"), shell.live
-    return PictureStore(files, lambda: KeepLimits.of_pictures(live.config), shell.clock)
+    return PictureStore(files, lambda: KeepLimits.of_pictures(live.config), shell.loop.clock)
 
 
 class PictureStore(Part):
