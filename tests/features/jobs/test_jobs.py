@@ -190,7 +190,7 @@ async def test_a_spooled_answer_is_read_in_a_thread(tmp_path: Path, monkeypatch:
     store = PictureStore(OperationFiles(tmp_path), lambda: KeepLimits(100, 10, 10_000), lambda: 0.0)
     store.open()
     bodies = BodyBudget(EdgeLimits(body_in_memory_max=1), str(tmp_path))
-    one = PictureAnswers(PictureServices(store, bodies, GatewayState(Config()))).for_request(HEAD, "ann", "m")
+    one = PictureAnswers(store, bodies, GatewayState(Config())).for_request(HEAD, "ann", "m")
     body = one.body()
     body.append(ANSWER)
     assert (await one.remade(200, [], body))[0] == 200
