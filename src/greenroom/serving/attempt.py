@@ -205,10 +205,9 @@ class Attempt:
             return Tunnel(exchange, RelayOptions(self.headers()), on_done=on_done)
         if (remade := candidate.remade) is not None:
             return BufferedRelay(exchange, remade.body(), remade.bytes_max, on_done=on_done)
-        options, started = self._relay_options(), exchange.started
+        options, started, entry = self._relay_options(), exchange.started, candidate.entry
         if candidate.translation is not None:
             return TranslatingRelay(exchange, candidate.translation, options, committed=started, on_done=on_done)
-        entry = candidate.entry
         told, name = entry.engine_name, self.request.asked_as if entry.is_adhoc else candidate.name
         if told != name:
             return ModelNameRewriter(exchange, told, name, options, committed=started, on_done=on_done)

@@ -272,7 +272,8 @@ class Reading:
         reader, exchange, route = self._reader, self.exchange, self.route
         options = model_options.of_json(body.fields) if reader.resolver.takes_options else NO_OPTIONS
         found = self._find(name, options, body.priority)
-        entry, scope = self._instance(found), self._scope(found)
+        entry = found if found.config.isolate_tenants != "process" else self._instance(found)
+        scope = ONLY_SCOPE if not self.admitted.given and not self.admitted.tenant else self._scope(found)
         target, translation = route.sent_to or exchange.head.target, None
         if route.translate is not None:
             told = body.model if task is None else entry.public_id
@@ -280,13 +281,16 @@ class Reading:
         elif route.is_native:
             translation = check_native(entry, target, body, exchange.body)
         fields = body.fields
-        self._check_media(entry, body)
+        if body.long is not None:
+            _check_long_media(body.long, entry, fields)
+        elif peek.has_parts(fields):
+            check_media(fields, entry.config.media_hosts)
         put, drop = reader.rewrites_of(entry)
+        facts, engine = entry.facts, entry.engine
         if task is not None:
             put = {"model": msgspec.json.encode(entry.public_id), **put, **task.puts}
         if self._profile is not None:
             put = self._set_by_profile(self._profile, target, fields, put, drop)
-        facts, engine = entry.facts, entry.engine
         spreads = bool(facts.prompt_slots) and any(_is_several(put.get(one, fields.get(one))) for one in _COUNTS)
         drop_usage = False
         if self._stream and route.is_text and engine.usage_source is _IF_ASKED:
@@ -317,20 +321,13 @@ class Reading:
             JsonContent(exchange.body, body, translation, put, drop),
             scope,
             cache_headers,
-            self._quota(found),
+            self._quota(found) if self._reader.limiter.is_on else None,
             is_not_cached=_is_not_cached(entry, scope),
             spreads=spreads,
             drop_usage=drop_usage,
             translation=translation,
             remade=remade,
         )
-
-    def _check_media(self, entry: Entry, body: peek.BodyFields) -> None:
-        fields, hosts = body.fields, entry.config.media_hosts
-        if body.long is not None:
-            _check_long_media(body.long, entry, fields)
-        elif peek.has_parts(fields):
-            check_media(fields, hosts)
 
     def _set_by_profile(
         self, profile: RequestProfile, target: bytes, fields: peek.Fields, put: dict[str, bytes], drop: frozenset[str]
@@ -369,7 +366,8 @@ class Reading:
     ) -> Candidate:
         route = self.route
         found = self._find(name, options, form.priority)
-        entry, scope = self._instance(found), self._scope(found)
+        entry = found if found.config.isolate_tenants != "process" else self._instance(found)
+        scope = self._scope(found)
         given = entry.config.set_params if task is None else {**entry.config.set_params, **task.section.set_params}
         form.expect(field for field in route.form if field not in given)
         put = {field: _as_text(value) for field, value in given.items()}
@@ -386,7 +384,7 @@ class Reading:
             FormContent(self.exchange.body, form, told, put, drop),
             scope,
             _cache_headers(entry, scope),
-            self._quota(found),
+            self._quota(found) if self._reader.limiter.is_on else None,
             is_not_cached=_is_not_cached(entry, scope),
             remade=remade,
         )
@@ -409,12 +407,16 @@ class Reading:
         if settings.governed and (head.method not in _READING or head.upgrade is not None):
             self._check_governed(head, name, path)
         found = self._find(name, NO_OPTIONS, None)
-        entry, scope = self._instance(found), self._scope(found)
+        entry = found if found.config.isolate_tenants != "process" else self._instance(found)
+        scope = self._scope(found)
         if entry.engine.fetches_media and not is_upload(head.get(b"content-type")):
             if len(exchange.body) > settings.body_max:
                 raise BodyTooLarge(f"The body has more than {settings.body_max:,} bytes.")
             check_whole(entry, exchange.body, long, entry.engine.peer_fields)
-        target, quota = path + (b"?" + head.query if head.query else b""), self._quota(found)
+        target, quota = (
+            path + (b"?" + head.query if head.query else b""),
+            self._quota(found) if self._reader.limiter.is_on else None,
+        )
         only = Candidate(entry, target, Content(exchange.body), scope, _cache_headers(entry, scope), quota)
         return self._request((only,), name)
 
@@ -463,19 +465,18 @@ class Reading:
         return entry
 
     def _read_headers(self, priority_in_body: str | int | None) -> None:
-        admitted = self.admitted
+        admitted, heartbeat = self.admitted, self._reader.settings.heartbeat
         if admitted.bad_tenant is not None:
             raise admitted.bad_tenant
-        self._said_priority = admitted.priority(priority_in_body)
-        heartbeat = admitted.heartbeat(self._reader.settings.heartbeat)
-        self._budget_s = admitted.budget_s()
-        self._wants_facts = admitted.wants_facts()
+        if admitted.given or priority_in_body is not None:
+            self._said_priority = admitted.priority(priority_in_body)
+            heartbeat = admitted.heartbeat(heartbeat)
+            self._budget_s = admitted.budget_s()
+            self._wants_facts = admitted.wants_facts()
         self._heartbeat = _OFF if self._job is not None else heartbeat
 
     def _instance(self, entry: Entry) -> Entry:
         """What serves this tenant, where each has a process of its own."""
-        if entry.config.isolate_tenants != "process":
-            return entry
         return self._reader.resolver.instances.of(entry, self.admitted.tenant)
 
     def _scope(self, entry: Entry) -> PrefixScope:
@@ -490,8 +491,7 @@ class Reading:
         return scope
 
     def _quota(self, entry: Entry) -> Quota | None:
-        limiter = self._reader.limiter
-        return limiter.of_model(self._reader.catalog.limited_as(entry)) if limiter.is_on else None
+        return self._reader.limiter.of_model(self._reader.catalog.limited_as(entry))
 
     def _remade(self, entry: Entry, said: str | None) -> RemadeAnswer | None:
         """Set if the request is for URLs of pictures: the engine makes the pictures."""

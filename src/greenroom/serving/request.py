@@ -208,8 +208,8 @@ class Candidate:
     """
 
     __slots__ = (
-        *("cache_headers", "content", "drop_usage", "entry", "is_not_cached", "quota", "remade", "scope", "spreads"),
-        *("target", "translation"),
+        *("cache_headers", "content", "drop_usage", "entry", "is_not_cached", "name", "quota", "remade", "scope"),
+        *("spreads", "target", "translation"),
     )
 
     def __init__(
@@ -228,6 +228,8 @@ class Candidate:
         remade: RemadeAnswer | None = None,
     ) -> None:
         self.entry = entry
+        # The model, as callers know it.
+        self.name = entry.public_id
         self.target = target
         self.content = content
         self.scope = scope
@@ -238,11 +240,6 @@ class Candidate:
         self.drop_usage = drop_usage
         self.translation = translation
         self.remade = remade
-
-    @property
-    def name(self) -> str:
-        """The model, as callers know it."""
-        return self.entry.public_id
 
 
 class Request:
@@ -319,12 +316,8 @@ class Request:
         return self.job is None or self.job.may_run_again
 
     def candidate(self, model: ModelId) -> Candidate:
-        """The one of this model, which was granted."""
-        if len(self.candidates) > 1:
-            for one in self.candidates:
-                if one.entry.id == model:
-                    return one
-        return self.candidates[0]
+        """That of this model, of several."""
+        return next(one for one in self.candidates if one.entry.id == model)
 
     def arrival(self, now: float, settings: Settings) -> RequestArrived:
         return arrival(

@@ -115,7 +115,8 @@ class Serving(Served):
         return attempt.send_now(self._relayed)
 
     def _attempt_at(self, slot: LiveSlot) -> Attempt:
-        request, candidate = self.request, self.request.candidate(slot.entry.id)
+        request = self.request
+        candidate = request.candidate(slot.entry.id) if request.has_choice else request.candidates[0]
         return Attempt(
             self.exchange, request, candidate, self.ticket, slot, self.record, self._settings, self._shared.tickets
         )

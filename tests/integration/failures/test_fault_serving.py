@@ -55,6 +55,21 @@ async def test_engine_lost_before_its_first_byte_is_replaced_unseen_by_callers(t
         await at_rest(app)
 
 
+async def test_stream_whose_engine_is_lost_before_the_first_heartbeat_gets_them_during_the_reload(
+    tmp_path: Path,
+) -> None:
+    server = {"heartbeat_after_s": 1.0, "heartbeat_every_s": 0.2}
+    async with gateway(tmp_path, {"alpha": fake("alpha", "--load-s", "2.5")}, server=server) as app:
+        pid = await loaded(app, "alpha")
+        stop(pid)
+        waiting = asyncio.create_task(chat(app, "alpha", stream=True, stream_options={"include_usage": True}))
+        await until(lambda: app.loop.scheduler.state.grants, "the request is granted")
+        os.kill(pid, signal.SIGKILL)
+        answer = await waiting
+    assert answer.data[-1] == "[DONE]"
+    assert sum(event.startswith(": waiting") for event in answer.events) >= 3
+
+
 async def test_many_requests_lost_together_are_all_answered_after_one_reload(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     model = fake("alpha", *journal.switches, "--token-s", "0.05", concurrency=4)
