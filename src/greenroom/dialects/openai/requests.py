@@ -85,12 +85,14 @@ def expect_functions(raw: Raw, model: str) -> None:
         raise BadRequest(f"{TOOLS}: a tool has no {FUNCTION}.", param=TOOLS)
 
 
-CHAT: Final = BodyCheck(
+CHAT: Final[BodyCheck] = BodyCheck(
     (MESSAGES,), reads={MESSAGES: _read_messages, TOOLS: _read_list, "max_completion_tokens": _limit, **_SAMPLING}
 )
-COMPLETION: Final = BodyCheck(("prompt", "prompt_embeds"), reads={"prompt": _read_texts, **_SAMPLING})
+COMPLETION: Final[BodyCheck] = BodyCheck(("prompt", "prompt_embeds"), reads={"prompt": _read_texts, **_SAMPLING})
 # llama.cpp embeds `content`, and vLLM what a conversation becomes.
-EMBEDDING: Final = BodyCheck(("input", "content", MESSAGES), reads={"input": _read_texts})
-RERANK: Final = BodyCheck(("query",), ("documents", "texts"), reads={"query": _read_texts, "documents": _read_texts})
-PICTURE: Final = BodyCheck(("prompt",), reads={"prompt": _read_texts, "n": _count})
-SPEECH: Final = BodyCheck(("input",), reads={"input": _read_texts})
+EMBEDDING: Final[BodyCheck] = BodyCheck(("input", "content", MESSAGES), reads={"input": _read_texts})
+RERANK: Final[BodyCheck] = BodyCheck(
+    ("query",), ("documents", "texts"), reads={"query": _read_texts, "documents": _read_texts}
+)
+PICTURE: Final[BodyCheck] = BodyCheck(("prompt",), reads={"prompt": _read_texts, "n": _count})
+SPEECH: Final[BodyCheck] = BodyCheck(("input",), reads={"input": _read_texts})
