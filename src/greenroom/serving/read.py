@@ -542,8 +542,9 @@ class Reading:
         hold: QuotaHold | None = None
         if reader.limiter.is_on:
             quotas = [one.quota for one in candidates]
-            hold = reader.limiter.charge_of(admitted.hold, admitted.caller, admitted.named_tenant, quotas)
-            if hold is not None and (task is not None or hold.counts_tokens()):
+            said_tenant, is_task = admitted.named_tenant, task is not None
+            hold = reader.limiter.charge_of(admitted.hold, admitted.caller, said_tenant, quotas, is_task=is_task)
+            if hold is not None and (is_task or hold.counts_tokens()):
                 hold.tokens_asked = first.content.tokens_asked()
         assert self._heartbeat is not None, "a model was found"
         return Request(
