@@ -447,10 +447,10 @@ class Reading:
     def _comes_from(self, client: str | None) -> None:
         """The client that the body names, if it does: it decides about the profile."""
         self.client = client or self.admitted.client
-        if self._reader.profiles is not None:
-            self._profile = profile = self._reader.profile(self.admitted, self.client)
-            caller = self.admitted.caller
-            self._caller = caller if profile is None else profile.narrowed(caller)
+        # Of a long body again at each try: a reload may have changed the profiles.
+        self._profile = profile = self._reader.profile(self.admitted, self.client)
+        caller = self.admitted.caller
+        self._caller = caller if profile is None else profile.narrowed(caller)
 
     def _find(self, name: str, options: ModelOptions, priority_in_body: str | int | None) -> Entry:
         """The model of this name. What the headers say is read with the first one."""
