@@ -471,7 +471,7 @@ def test_a_request_for_a_task_is_counted_for_the_model_that_serves_it() -> None:
 
     def begun() -> tuple[QuotaHold, list[Any]]:
         meters = [limiter.of_model(name) for name in ("a", "b", "free")]
-        charge = limiter.charge_of(None, ANYONE, None, meters)
+        charge = limiter.charge_of(None, ANYONE, None, meters, is_task=True)
         assert charge is not None and meters[2] is None
         charge.tokens_asked = 60
         charge.begin()

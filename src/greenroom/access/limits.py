@@ -310,18 +310,24 @@ class Limiter:
         return self._of_model.get(model)
 
     def charge_of(
-        self, admitted: QuotaHold | None, caller: Caller, said_tenant: bytes | None, models: Sequence[Quota | None]
+        self,
+        admitted: QuotaHold | None,
+        caller: Caller,
+        said_tenant: bytes | None,
+        models: Sequence[Quota | None],
+        *,
+        is_task: bool = False,
     ) -> QuotaHold | None:
         """The charge of a request whose body has been read; None if nothing that it uses is limited.
 
-        Of several models the one that serves it is named later (`QuotaHold.serve_by`).
+        Of the models of a task, the one that serves it is named later (`QuotaHold.serve_by`).
         """
         if admitted is None:
             meters = self._of(caller, said_tenant)
             if not meters and not any(models):
                 return None
             admitted = QuotaHold(meters, self._wall)
-        if len(models) == 1:
+        if not is_task:
             admitted.set_model(models[0])
         return admitted
 

@@ -449,10 +449,10 @@ class Reading:
     def _comes_from(self, client: str | None) -> None:
         """The client that the body names, if it does: it decides about the profile."""
         self.client = client or self.admitted.client
-        if self._reader.profiles is not None:
-            self._profile = profile = self._reader.profile(self.admitted, self.client)
-            caller = self.admitted.caller
-            self._caller = caller if profile is None else profile.narrowed(caller)
+        # Of a long body again at each try: a reload may have changed the profiles.
+        self._profile = profile = self._reader.profile(self.admitted, self.client)
+        caller = self.admitted.caller
+        self._caller = caller if profile is None else profile.narrowed(caller)
 
     def _find(self, name: str, options: ModelOptions, priority_in_body: str | int | None) -> Entry:
         """The model of this name. What the headers say is read with the first one."""
@@ -542,8 +542,9 @@ class Reading:
         hold: QuotaHold | None = None
         if reader.limiter.is_on:
             quotas = [one.quota for one in candidates]
-            hold = reader.limiter.charge_of(admitted.hold, admitted.caller, admitted.named_tenant, quotas)
-            if hold is not None and (task is not None or hold.counts_tokens()):
+            said_tenant, is_task = admitted.named_tenant, task is not None
+            hold = reader.limiter.charge_of(admitted.hold, admitted.caller, said_tenant, quotas, is_task=is_task)
+            if hold is not None and (is_task or hold.counts_tokens()):
                 hold.tokens_asked = first.content.tokens_asked()
         assert self._heartbeat is not None, "a model was found"
         return Request(

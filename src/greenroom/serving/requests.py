@@ -103,9 +103,7 @@ class Inference:
         """Answer this request. Returns at once."""
         reading = self.reading(exchange, admitted, route)
         if route.form or self._is_long(exchange.body):
-            work = self._shared.spawn(self._handle_long(reading), "long body")
-            # While it is read, the request holds nothing but its connection.
-            work.add_done_callback(lambda task: exchange.cut() if task.cancelled() else None)
+            self._begin_long(reading)
             return
         try:
             self._answer(reading, reading.read())
@@ -113,6 +111,11 @@ class Inference:
             self._shared.spawn(self._handle_resolved(reading, wanted), reading.id)
         except Exception as error:
             self._refuse(reading, error)
+
+    def _begin_long(self, reading: Reading) -> None:
+        work, exchange = self._shared.spawn(self._handle_long(reading), "long body"), reading.exchange
+        # While it is read, the request holds nothing but its connection.
+        work.add_done_callback(lambda task: exchange.cut() if task.cancelled() else None)
 
     def reading(self, exchange: Exchange, admitted: Admitted, route: Route, job: LaterAnswer | None = None) -> Reading:
         return Reading(self._reader, exchange, admitted, route, RequestId(self.ids.next()), job)

@@ -182,6 +182,8 @@ async def test_a_model_at_its_own_limit_is_passed_over(gate: Gate) -> None:
     for task in ("only-few", "limited-and-huge"):
         refused = await gate.chat(task)
         assert refused.status == 429 and refused.error["message"] == "Model few exceeded 1 req/min"
+        # However many models it has: its end is recorded, because it came to the scheduler.
+        assert gate.app.activity.get(refused.headers["x-request-id"]).status == 429
 
 
 async def test_a_key_gets_the_models_that_it_may_use_and_sees_no_others(gate: Gate) -> None:

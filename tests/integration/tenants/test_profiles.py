@@ -12,6 +12,11 @@ import pytest_asyncio
 
 from greenroom.app import App
 from greenroom.core.model import ModelId
+from greenroom.features.jobs.files import unwritten
+from greenroom.http.body import Body
+from greenroom.http.exchange import Exchange
+from greenroom.http.request import Head
+from greenroom.serving.routes import MODEL_ROUTES
 from tests.harness import fake, gateway
 from tests.integration.facts import Journal
 from tests.integration.raw import CHAT, Answer, http
@@ -226,3 +231,21 @@ async def test_requests_without_a_profile_are_as_ever(gate: Gate) -> None:
     answer = await gate.post("solo", body, X_Client_ID="bot-1")
     assert gate.sent(answer) == body
     assert gate.record(answer).client == "bot-1"
+
+
+async def test_what_is_read_again_after_a_reload_goes_by_the_profiles_of_then(gate: Gate) -> None:
+    app, body = gate.app, Body(gate.app.bodies)
+    body.append(json.dumps(asking("large")).encode())
+    head = Head(b"POST", CHAT.encode(), [], "1.1", "127.0.0.1", keep_alive=True)
+    caller, route = app.keys.keys.named("team-a"), MODEL_ROUTES[head.path]
+    assert caller is not None
+    exchange, admitted = Exchange(unwritten(), app.edge.state, head, body), app.inference.admitted(head, route, caller)
+    # A long body is read in several tries.
+    reading = app.inference.reading(exchange, admitted, route)
+    assert reading.read().keep_alive_s == 600
+    app.inference.configure(app.config.model_copy(update={"profiles": {}}))
+    try:
+        assert reading.read().keep_alive_s is None
+    finally:
+        app.inference.configure(app.config)
+        body.close()

@@ -40,8 +40,8 @@ Line = TypeVar("Line")
 
 class LineFile(Generic[Line]):
     """`encode` makes the text of a line, without its end, in the thread. Every file begins with `head`. A file that has
-    reached `bytes_max` replaces `PATH.1`; one that may not rotate
-    takes no more lines. Nothing is touched before `open`; lines put earlier wait for it."""
+    reached `bytes_max` replaces `PATH.1`; one that may not rotate takes no more lines. Nothing is touched before
+    `open`; lines put earlier wait for it."""
 
     def __init__(
         self,
