@@ -1,8 +1,8 @@
 """How many requests and tokens tenants, keys and models may use per minute, and how many requests at once.
 
-Owns which tenant, key and model a request counts for. A `Meter` has the budgets (`budgets.py`) of one of them, as
-`LIMITS` lists them; a `Charge` is one request, counted against up to three meters. Requests are counted when they are
-admitted: for tenant and key at the headers, for the model and for tokens when the body has been read. Nothing here
+Owns which tenant, key and model a request counts for. A `Quota` has the budgets (`budgets.py`) of one of them, as
+`LIMITS` lists them; a `QuotaHold` is one request, counted against up to three quotas. Requests are counted when they
+are admitted: for tenant and key at the headers, for the model and for tokens when the body has been read. Nothing here
 waits.
 """
 
