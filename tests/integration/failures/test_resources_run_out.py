@@ -42,7 +42,7 @@ AS_ALONE: Final = (
 
 # Longer than every pause between two writes but those of learned times and of the library.
 SHORT_S: Final = 6.0
-LONG_S: Final = 20.0
+LONG_S: Final = 40.0
 
 # Every part may say once what it cannot do.
 TOLD_MAX: Final = 12
@@ -229,7 +229,8 @@ def options(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "for_s"), [("threads", LONG_S), ("descriptors", SHORT_S), ("memory", SHORT_S), ("disk", SHORT_S)]
+    ("kind", "for_s"),
+    [("threads", 1.0), ("threads", LONG_S), ("descriptors", SHORT_S), ("memory", SHORT_S), ("disk", LONG_S / 2)],
 )
 async def test_a_shortage_costs_nothing_that_is_not_of_its_time(folder: Path, kind: str, for_s: float) -> None:
     with alone(folder, models(), **options(folder)) as gate:
