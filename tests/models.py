@@ -24,6 +24,12 @@ def tiny(name: str, *, loop: bool = False, noise: bool = False, hidden: int = 12
     return _made(f"{name}-{kind}.gguf", maker)
 
 
+def tiny_caller(name: str, call: str) -> Path:
+    """A scripted Llama that makes this call of a tool, and after its result says what it always says."""
+    kind = "caller-" + hashlib.sha256(call.encode()).hexdigest()[:16]
+    return _made(f"{name}-{kind}.gguf", partial(tiny_llm.make_gguf, name=name, call=call))
+
+
 def tiny_lora(name: str) -> Path:
     """An adapter for the scripted Llama of this name, with which it says " hello" only."""
     return _made(f"{name}-lora.gguf", partial(tiny_llm.make_lora_gguf, name=name))

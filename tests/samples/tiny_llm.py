@@ -45,6 +45,12 @@ TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+# Of tools and messages it prints only what tells llama.cpp how calls are written: prompts stay short.
+TOOLS_TEMPLATE = (
+    "{{ tools | length }} tools\n{% for message in messages %}{{ message.role }}:"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
+    "assistant:{% if messages[-1].role == 'tool' %}<s>{% endif %}"
+)
 
 
 def make_gguf(
@@ -56,17 +62,20 @@ def make_gguf(
     hidden: int = 128,
     layers: int = 2,
     heads: int = 4,
+    call: str = "",
 ) -> None:
     """Write a scripted Llama (0.9 MB as it stands; hidden=1024, layers=16 makes 300 MB, a load that takes time).
 
     With `noise` there is no script: the head is random, which is good for nothing but the work it makes.
+    With `call`, an object with a tool's name and arguments in words that all differ, it calls that tool unless the
+    last message is a tool's result.
     """
-    tokens, tensors = _scripted(name, loop, noise, hidden, layers, heads)
+    tokens, tensors = _scripted(name, loop, noise, hidden, layers, heads, call)
     writer = gguf_writer(path, "llama", name, hidden=hidden, layers=layers, heads=heads)
     writer.add_head_count_kv(heads // 2)
     writer.add_rope_dimension_count(hidden // heads)
     writer.add_layer_norm_rms_eps(NORM_EPSILON)
-    add_sentencepiece(writer, tokens)
+    add_sentencepiece(writer, tokens, TOOLS_TEMPLATE if call else TEMPLATE)
     write_gguf(writer, tensors)
 
 
@@ -166,16 +175,21 @@ def make_hf(
 
 
 def _scripted(
-    name: str, loop: bool, noise: bool, hidden: int, layers: int, heads: int
+    name: str, loop: bool, noise: bool, hidden: int, layers: int, heads: int, call: str = ""
 ) -> tuple[list[str], dict[str, Array]]:
     """The tokens and, by llama.cpp's names, the tensors of a scripted Llama."""
     random = np.random.default_rng(0)
-    words = [name, *NUMBERS] if loop else [name, "says", "hello"]
+    calling = f"<tool_call>{call}</tool_call>".split() if call else []
+    words = [*calling, *([name, *NUMBERS] if loop else [name, "says", "hello"])]
     tokens = SPECIALS + [f"<0x{byte:02X}>" for byte in range(256)] + ["▁" + word for word in words]
-    script = range(len(tokens) - len(words), len(tokens))
+    script = list(range(len(tokens) - len(words), len(tokens)))
     successors = [*script[1:], script[1] if loop else END]
+    if calling:
+        # The call is an answer of its own. The words follow BEGIN, which ends the prompt after a tool's result.
+        script, successors = [*script, BEGIN], [*successors, script[len(calling)]]
+        successors[len(calling) - 1] = END
 
-    start = len(words)
+    start = len(script)
     embedding = np.zeros((len(tokens), hidden), np.float32)
     # Other tokens differ from each other beyond the script's axes, so that embeddings of different texts differ.
     embedding[:, start + 1 :] = _unit_rows(random.standard_normal((len(tokens), hidden - start - 1), np.float32))
@@ -267,7 +281,7 @@ def gguf_writer(
     return writer
 
 
-def add_sentencepiece(writer: Any, tokens: list[str]) -> None:
+def add_sentencepiece(writer: Any, tokens: list[str], template: str = TEMPLATE) -> None:
     """Any text is read byte by byte, since no token is a letter; only the script's words are ever said whole."""
     kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL] + 256 * [gguf.TokenType.BYTE]
     kinds += (len(tokens) - len(kinds)) * [gguf.TokenType.NORMAL]
@@ -280,7 +294,7 @@ def add_sentencepiece(writer: Any, tokens: list[str]) -> None:
     writer.add_eos_token_id(END)
     writer.add_add_bos_token(True)
     writer.add_add_space_prefix(False)
-    writer.add_chat_template(TEMPLATE)
+    writer.add_chat_template(template)
 
 
 def _add_wordpiece(writer: Any, tokens: list[str]) -> None:

@@ -14,9 +14,10 @@ import pytest
 import pytest_asyncio
 
 from greenroom.app import App
-from tests.harness import fake, gateway, url
+from tests.harness import fake, gateway, tiny, url
 from tests.integration.facts import Journal
 from tests.integration.raw import http
+from tests.models import tiny_caller
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 CODEX = "@openai/codex@0.169.0"
 INSTALLED = Path(__file__).parents[3] / "build" / "codex" / CODEX.rpartition("@")[2]
 OBJECT = {"type": "object", "properties": {"cmd": {"type": "string"}}, "required": ["cmd"]}
+EDIT = {"cmd": "sed -i s/1/2/ a.py"}
 # The kinds of tools and fields that it offers to a model that it does not know.
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "name": "exec_command", "description": "Run it.", "strict": False, "parameters": OBJECT},
@@ -64,7 +66,9 @@ def turn(text: str) -> dict[str, Any]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def app(tmp_path_factory: pytest.TempPathFactory, journal: Journal) -> AsyncIterator[App]:
-    async with gateway(tmp_path_factory.mktemp("codex"), {"told": fake("told", *journal.switches, "--record")}) as app:
+    call = json.dumps({"name": "exec_command", "arguments": EDIT})
+    models = {"told": fake("told", *journal.switches, "--record"), "llama": tiny(tiny_caller("llama", call))}
+    async with gateway(tmp_path_factory.mktemp("codex"), models) as app:
         yield app
 
 
@@ -97,26 +101,30 @@ async def test_its_functions_are_called_by_their_names(
 
 
 @pytest.mark.slow
-async def test_the_real_codex_edits_a_file(app: App, journal: Journal, tmp_path: Path) -> None:
-    work, home = tmp_path / "work", tmp_path / "home"
-    work.mkdir()
-    home.mkdir()
-    (work / "a.py").write_text("x = 1\n")
-    (home / "config.toml").write_text(
-        'model = "told"\nmodel_provider = "greenroom"\n[analytics]\nenabled = false\n[model_providers.greenroom]\n'
-        f'name = "Greenroom"\nbase_url = "{url(app)}/v1"\nwire_api = "responses"\n'
-    )
-    edit = {"cmd": "sed -i s/1/2/ a.py"}
-    said = await codex(home, work, f"tool:exec_command:{json.dumps(edit)}")
-    assert (work / "a.py").read_text() == "x = 2\n", said
-    # It knows its own tool again in a call of one in a namespace: of an agent that is not there.
-    await codex(home, work, 'tool:multi_agent_v1__close_agent:{"target": "nobody"}')
+@pytest.mark.parametrize(("model", "last"), [("told", "told 1 2 3"), ("llama", "llama says hello")])
+async def test_the_real_codex_edits_a_file(app: App, tmp_path: Path, model: str, last: str) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
+    said = await codex(app, model, tmp_path, f"tool:exec_command:{json.dumps(EDIT)}")
+    assert (tmp_path / "a.py").read_text() == "x = 2\n", said
+    assert last in said
+
+
+@pytest.mark.slow
+async def test_the_real_codex_knows_a_tool_in_a_namespace_again(app: App, journal: Journal, tmp_path: Path) -> None:
+    # Of an agent that is not there.
+    await codex(app, "told", tmp_path, 'tool:multi_agent_v1__close_agent:{"target": "nobody"}')
     result = sent(journal)["messages"][-1]
     assert result["role"] == "tool" and "nobody" in result["content"]
 
 
-async def codex(home: Path, work: Path, prompt: str) -> str:
+async def codex(app: App, model: str, work: Path, prompt: str) -> str:
     """Run one prompt to its end, with nothing to ask for. The sandbox needs rights that tests may not have."""
+    home = work / ".home"
+    home.mkdir()
+    (home / "config.toml").write_text(
+        f'model = "{model}"\nmodel_provider = "greenroom"\n[analytics]\nenabled = false\n[model_providers.greenroom]\n'
+        f'name = "Greenroom"\nbase_url = "{url(app)}/v1"\nwire_api = "responses"\n'
+    )
     unguarded = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
     program = str(INSTALLED / "node_modules" / ".bin" / "codex")
     if not Path(program).exists():
