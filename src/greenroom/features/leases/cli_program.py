@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from typing import Any, Final
 
 from greenroom.cli import screen
@@ -23,6 +24,8 @@ from greenroom.process import keeper, program_keeper
 LOOK_EVERY_S: Final = 0.5
 # How long the program has between SIGTERM and SIGKILL when its lease is lost or overdue.
 TERM_GRACE_S: Final = 10.0
+# Longer than any takes to end that can be killed.
+KILLED_WITHIN_S: Final = 10.0
 # The exit statuses of shells for a program that cannot be run; they add 128 to the signal that ended one.
 NOT_RUNNABLE, NOT_FOUND, BY_SIGNAL = 126, 127, 128
 FORWARDED: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGQUIT)
@@ -123,7 +126,7 @@ class LeasedProgram:
                 return BY_SIGNAL + int(number)
             case _:
                 # The keeper was killed, and the program with it; its descendants are ours now.
-                keeper.signal_tree(signal.SIGKILL)
+                _end_descendants()
                 return BY_SIGNAL + signal.SIGKILL
 
     def _look(self) -> None:
@@ -154,6 +157,19 @@ class LeasedProgram:
             return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
+
+
+def _end_descendants() -> None:
+    """Kill what this process adopted, and wait for its end: what adopts it next may never do so."""
+    deadline = time.monotonic() + KILLED_WITHIN_S
+    while time.monotonic() < deadline:
+        keeper.signal_tree(signal.SIGKILL)
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not pid:
+            time.sleep(0.01)
 
 
 def _is_in_front() -> bool:
