@@ -163,9 +163,15 @@ class App:
         self.updates = Updates(shell, self.versions, self.models.known, self.downloads, self.operations, self.tickets)
         self.state_watcher = DesiredStateWatcher(self.updates, self.state)
         self.governance, self.usage = make_gate(shell), make_usage(shell)
-        shared_limits = make_shared_limits(shell)
+        self.shared_limits = make_shared_limits(shell)
+        self._make_front()
+        self.parts = self._in_order()
+
+    def _make_front(self) -> None:
+        """Make what answers requests, and the door before it: the last, because routes are given all other parts."""
+        shell, shared_limits = self.shell, self.shared_limits
         self.limiter = Limiter() if shared_limits is None else Limiter(shared_limits.window)
-        bodies = self.bodies = BodyBudget(limits_for(config.server), str(state_dir.path))
+        bodies = self.bodies = BodyBudget(limits_for(self.config.server), str(self.state_dir.path))
         self.pictures = make_pictures(shell)
         self.tasks = Tasks(model_facts(self.catalog), lambda: self.remote.fallback.is_allowed)
         self.requests = RequestsPart(
@@ -182,13 +188,14 @@ class App:
         self.jobs = Jobs(shell, self.inference, self.requests.edge_state, bodies, self.keys)
         self.figures = EngineFigures(shell, self.hosted_moves)
         self.history = History(lambda: sample(self))
-        # The last, because routes are given all other parts.
         management = make_management(self)
         bridge, later = AsgiBridge(management), AsyncRequests(self.jobs, bodies, self.inference)
         self.door = Door(self.inference, bridge, management, later)
         self.edges = Edges(shell, self.requests, bodies, self.keys, self.limiter, bridge, self.door)
         self.edge, self.metrics_edge = self.edges.edge, self.edges.metrics_edge
-        # In the order in which they open and begin. They close in the reverse order, those that write data at last.
+
+    def _in_order(self) -> tuple[Part, ...]:
+        """The parts as they open and begin. They close in the reverse order, those that write data at last."""
         parts = (
             self.governance,
             self.memory,
@@ -196,7 +203,7 @@ class App:
             self.keys,
             # Ports are taken before files are opened: a failed start must not push out those of an earlier run.
             self.edges,
-            shared_limits,
+            self.shared_limits,
             self.operation_table,
             self.remote,
             self.versions,
@@ -219,7 +226,7 @@ class App:
             self.figures,
             self.history,
         )
-        self.parts: tuple[Part, ...] = tuple(part for part in parts if part is not None)
+        return tuple(part for part in parts if part is not None)
 
     def _make_shell(self, seen: Reading, timeouts: Timeouts) -> Shell:
         config, server, path = self.config, self.config.server, self.state_dir.path
