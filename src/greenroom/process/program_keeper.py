@@ -15,6 +15,7 @@ CONTROL once the wrapper has opened a pidfd (the program is not reaped before, s
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -151,6 +152,9 @@ def _become(argv: list[str], heeded: list[signal.Signals], keeper_pid: int, erro
             os.execvp(argv[0], argv)
     except OSError as error:
         os.write(error_fd, str(error.errno).encode())
+    except ValueError:
+        # Python's own word for a program without a name.
+        os.write(error_fd, str(errno.ENOENT).encode())
     finally:
         os._exit(127)
 

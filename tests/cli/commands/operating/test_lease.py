@@ -144,7 +144,7 @@ async def test_a_program_runs_with_its_gpus_and_its_status_is_ours(app: App) -> 
     await until(lambda: held(app) == 0, "given back")
 
 
-@pytest.mark.parametrize(("command", "status"), [(["/no/such/program"], 127), (["/"], 126)])
+@pytest.mark.parametrize(("command", "status"), [(["/no/such/program"], 127), ([""], 127), (["/"], 126)])
 async def test_what_cannot_be_run_is_said_as_shells_say_it(app: App, command: list[str], status: int) -> None:
     process = greenroom_lease(app, ["--mib", "1"], command)
     _, err = await ended(process)
