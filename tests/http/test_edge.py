@@ -19,7 +19,7 @@ from greenroom.http.request import Head
 from tests.waiting import until, until_still
 
 from .conftest import Connect, Dial, Serve
-from .wires import DEADLINE_S, Client, echo, get, leave, post
+from .wires import DEADLINE_S, Client, Leaving, echo, get, leave, post
 
 CHUNKED = b"POST /c HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -482,7 +482,7 @@ async def test_client_that_leaves_is_told_once(how: str, started: bool, dial: Di
     held: list[Exchange] = []
 
     def handle(exchange: Exchange) -> None:
-        exchange.on_gone = lambda: gone.append(exchange)
+        exchange.listener = Leaving(lambda: gone.append(exchange))
         if started:
             exchange.start(200, [], None)
             exchange.write(b"some")
@@ -508,7 +508,7 @@ async def test_client_that_leaves_after_its_answer_is_not_gone(dial: Dial) -> No
     gone: list[int] = []
 
     def handle(exchange: Exchange) -> None:
-        exchange.on_gone = lambda: gone.append(1)
+        exchange.listener = Leaving(lambda: gone.append(1))
         echo(exchange)
 
     server.handle = handle
@@ -660,7 +660,7 @@ async def test_client_that_accepts_nothing_is_cut(dial: Dial) -> None:
     gone: list[int] = []
 
     def handle(exchange: Exchange) -> None:
-        exchange.on_gone = lambda: gone.append(1)
+        exchange.listener = Leaving(lambda: gone.append(1))
         exchange.start(200, [], None)
         exchange.write(b"x" * 20_000_000)
 

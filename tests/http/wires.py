@@ -16,7 +16,7 @@ from greenroom.http.edge import Edge, Refusal
 from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers, build_request
 from greenroom.http.limits import EdgeLimits
-from greenroom.http.relays.relay import Relay, RelayOptions, RelayOutcome
+from greenroom.http.relays.relay import Relay, RelayOptions, RelayOutcome, TailReader
 from greenroom.http.relays.tunnel import Tunnel
 from greenroom.http.request import Head
 from greenroom.http.upstream import EngineAddress, Pool
@@ -321,6 +321,19 @@ def _length_of(head: bytes) -> int:
     return int(rest.split(b"\r\n", 1)[0]) if found else 0
 
 
+class Leaving:
+    """Notes that the client left."""
+
+    def __init__(self, on_gone: Callable[[], object]) -> None:
+        self._on_gone = on_gone
+
+    def client_gone(self) -> None:
+        self._on_gone()
+
+    def client_paused(self) -> None: ...
+    def client_resumed(self) -> None: ...
+
+
 class Proxy:
     """Edge, pool and relay put together the way the upper layers will, with every relay kept for inspection."""
 
@@ -330,8 +343,7 @@ class Proxy:
         self.relays: list[Relay] = []
         self.committed = False
         self.drop_usage_event = False
-        self.read_facts: Callable[[bytes], Headers] | None = None
-        self.last_words: Callable[[bytes], bytes] | None = None
+        self.facts: TailReader | None = None
         self.extra = [(b"x-request-id", b"r-1")]
         self.bad_heads: list[tuple[int, bytes]] = []
         self.on_done: Callable[[Relay], None] | None = None
@@ -361,9 +373,7 @@ class Proxy:
     def _relay(self, exchange: Exchange) -> Relay:
         if exchange.head.upgrade is not None:
             return Tunnel(exchange, RelayOptions(self.extra), on_done=self._done)
-        options = RelayOptions(
-            self.extra, drop_usage_event=self.drop_usage_event, read_facts=self.read_facts, last_words=self.last_words
-        )
+        options = RelayOptions(self.extra, drop_usage_event=self.drop_usage_event, facts=self.facts)
         return Relay(exchange, options, committed=self.committed, on_done=self._done)
 
     def _done(self, relay: Relay) -> None:

@@ -169,10 +169,8 @@ class Keys:
 
 def presented_key(authorization: bytes | None, x_api_key: bytes | None) -> bytes | None:
     """The key a request carries in one of these headers: `Authorization: Bearer KEY`, else `x-api-key: KEY`."""
-    if authorization is not None:
-        scheme, _, key = authorization.partition(b" ")
-        if scheme.lower() == b"bearer" and (key := key.strip()):
-            return key
+    if authorization is not None and authorization[:7].lower() == b"bearer " and (key := authorization[7:].strip()):
+        return key
     return x_api_key and x_api_key.strip()
 
 

@@ -134,14 +134,18 @@ class _AsgiCall:
         self._left = asyncio.Event()
         self._may_write = asyncio.Event()
         self._may_write.set()
-        exchange.on_gone = self._on_gone
-        exchange.on_pause = self._may_write.clear
-        exchange.on_resume = self._may_write.set
+        exchange.listener = self
         # Status, headers and the length, if the application gives it.
         self._head: tuple[int, list[tuple[bytes, bytes]], int | None] | None = None
 
-    def _on_gone(self) -> None:
+    def client_gone(self) -> None:
         self._left.set()
+        self._may_write.set()
+
+    def client_paused(self) -> None:
+        self._may_write.clear()
+
+    def client_resumed(self) -> None:
         self._may_write.set()
 
     async def receive(self) -> Message:

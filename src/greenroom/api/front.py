@@ -391,13 +391,13 @@ def _shown(value: bytes) -> str:
 
 
 # Headers of an answer that a page may read.
-EXPOSED = (
+EXPOSED: Final = (
     b"x-request-id, x-model, x-model-version, x-model-repo-id, x-queue-wait-ms, "
     b"x-cache-hit, x-cache-tokens-reused, x-gpu-time-ms, retry-after, x-should-retry, "
     b"x-ratelimit-limit, x-ratelimit-remaining, x-ratelimit-reset"
 )
 # How long browsers may remember a preflight.
-REMEMBER_S = 600
+REMEMBER_S: Final = 600
 
 
 def cors_headers(origin: bytes) -> Headers:

@@ -8,6 +8,7 @@ the slots. Decisions are `decide`'s.
 from __future__ import annotations
 
 from math import inf
+from typing import Final
 
 from greenroom.core.decide.arrival import decide, is_able
 from greenroom.core.decide.decision import freest
@@ -23,10 +24,10 @@ from greenroom.core.slots import SlotWriter
 from greenroom.core.state import Grant, State
 
 # A preload is less urgent than every request.
-PRELOAD_PRIORITY = 1_000_000
+PRELOAD_PRIORITY: Final = 1_000_000
 
-_READY = because("ready")
-_OPS = {
+_READY: Final = because("ready")
+_OPS: Final = {
     RejectCode.UNKNOWN_MODEL: OpOutcome.UNKNOWN_MODEL,
     RejectCode.TOO_LARGE: OpOutcome.TOO_LARGE,
     RejectCode.EXCLUDED: OpOutcome.EXCLUDED,
@@ -298,15 +299,15 @@ class Actions:
 
 # How many models one round asks for in order of rank, and how many more that might fit. Others wait. With very many
 # waiting models a round asks for fewer.
-ASKED_MAX = 16
+ASKED_MAX: Final = 16
 # With more waiting models than this, the next deadline also sets the timer, because a round may not ask for all.
-INSIST_MANY = 4
+INSIST_MANY: Final = 4
 # With very many waiting models there is a round at least this often, so that no rank grows old.
-ROUND_WITH_MANY_S = 0.5
+ROUND_WITH_MANY_S: Final = 0.5
 # While a model waits for a busy one there is a round at least this often: what is served meanwhile may let it come
 # sooner than the policy said.
-ROUND_S = 5.0
-_SWITCH = Timer(TimerKind.SWITCH, "")
+ROUND_S: Final = 5.0
+_SWITCH: Final = Timer(TimerKind.SWITCH, "")
 
 
 class Rounds:

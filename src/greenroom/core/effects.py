@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Final, Protocol
 
 from greenroom.core.events import Timer
 from greenroom.core.model import LeaseId, ModelId, Move, MoveId, OpId, RequestId, SlotId
@@ -15,7 +15,7 @@ from greenroom.core.model import Reason as Reason
 from greenroom.core.model import because as because
 
 # The reason of a cut when the caller's budget is used up. The shell reports it with an error of its own.
-BUDGET_OVER = because("budget")
+BUDGET_OVER: Final = because("budget")
 
 
 class RejectCode(Enum):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 from greenroom.core import events as ev
 from greenroom.core.apply import Actions
@@ -28,7 +28,7 @@ from greenroom.core.slots import SlotWriter
 from greenroom.core.state import Grant, LeaseRecord, ModelRecord, State
 from greenroom.core.state_view import StateView
 
-_AGAIN = ev.Timer(ev.TimerKind.SWITCH, "")
+_AGAIN: Final = ev.Timer(ev.TimerKind.SWITCH, "")
 
 
 class Dirty(Enum):

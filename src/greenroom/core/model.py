@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NewType
+from typing import Final, NewType
 
 ModelId = NewType("ModelId", str)
 SlotId = NewType("SlotId", str)
@@ -20,7 +20,7 @@ TenantId = NewType("TenantId", str)
 OpId = NewType("OpId", str)
 LeaseId = NewType("LeaseId", str)
 
-NO_TENANT = TenantId("")
+NO_TENANT: Final = TenantId("")
 
 
 def lease_name(lease: LeaseId) -> ModelId:
@@ -80,7 +80,7 @@ LEGAL_MOVES: Mapping[MoveKind, tuple[frozenset[Tier], Tier]] = {
 }
 
 # Moves that bring a model closer to serving; the others make room.
-ARRIVING = frozenset({MoveKind.LOAD, MoveKind.WAKE, MoveKind.PREPARE})
+ARRIVING: Final = frozenset({MoveKind.LOAD, MoveKind.WAKE, MoveKind.PREPARE})
 
 
 class Outcome(Enum):
@@ -369,7 +369,7 @@ class Slot:
 
 
 # Weight of the newest measurement in a learned time: about the last five count.
-EWMA_ALPHA = 0.2
+EWMA_ALPHA: Final = 0.2
 
 
 def learn(old: float | None, new: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from math import inf
+from typing import Final
 
 from greenroom.core.apply import Actions
 from greenroom.core.decide import placement
@@ -33,7 +34,7 @@ from greenroom.core.slots import SlotWriter, leaving
 from greenroom.core.state import Claimant, LeavingOp, ModelRecord, State
 
 # 5 s · 2ⁿ would overflow for a model that fails for weeks. The cap is reached long before this exponent.
-BACKOFF_EXPONENT_MAX = 30
+BACKOFF_EXPONENT_MAX: Final = 30
 
 
 class Moves:

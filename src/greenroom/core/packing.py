@@ -6,9 +6,10 @@ Pure arithmetic on sizes. Used for placements, and again by an engine that must 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 # Steps of the search. Pipelines have few components: nearly always the first try fits, or none does.
-STEPS_MAX = 2_000
+STEPS_MAX: Final = 2_000
 
 
 def pack(parts: Sequence[int], rooms: Sequence[int]) -> list[int] | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
+from typing import Final
 
 from greenroom.core import events as ev
 from greenroom.core.decide.arrival import Option
@@ -26,7 +27,7 @@ from greenroom.core.queue.waitlist import PriorityClass, Queue, Waiter, WaiterKi
 from greenroom.core.state_view import StateView
 
 # The priority of every request.
-EQUAL = 1
+EQUAL: Final = 1
 
 
 class InOrder:

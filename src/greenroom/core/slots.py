@@ -7,6 +7,8 @@ is really free.
 
 from __future__ import annotations
 
+from typing import Final
+
 from greenroom.core.decide import green_room
 from greenroom.core.effects import Effects, OpOutcome, Reason, because
 from greenroom.core.events import Timer, TimerKind
@@ -30,9 +32,9 @@ from greenroom.core.model import (
 )
 from greenroom.core.state import State
 
-_OVER = because("over")
+_OVER: Final = because("over")
 # Facts of a departure that still hold when it starts later.
-_TOLD_AGAIN = ("for_model", "for_request")
+_TOLD_AGAIN: Final = ("for_model", "for_request")
 
 
 class SlotWriter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import exp, inf
+from typing import Final
 
 from greenroom.core.decide import placement
 from greenroom.core.decide.placement import Ways
@@ -39,16 +40,16 @@ from greenroom.core.queue.waiter import Accounts
 from greenroom.core.queue.waitlist import Prices, Queue, Waiter, Waitlist
 
 # Estimate of a load before one was measured: a start-up time, then a GiB per second.
-GUESS_START_S = 2.0
-GUESS_MIB_PER_S = 1024.0
+GUESS_START_S: Final = 2.0
+GUESS_MIB_PER_S: Final = 1024.0
 # A wake copies what is in host memory already.
-GUESS_WAKE_MIB_PER_S = 10_240.0
+GUESS_WAKE_MIB_PER_S: Final = 10_240.0
 
 # A rate is taken over no less than this: a burst right after the start says little.
-RATE_MIN_S = 60.0
+RATE_MIN_S: Final = 60.0
 
 # Number of answers over which a typical answer is averaged.
-TYPICAL_OF = 100
+TYPICAL_OF: Final = 100
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from typing import Final
 
 from greenroom.core.decide import green_room, placement
 from greenroom.core.decide.arrival import Option, choose, is_able, waiter_for, weigh
@@ -20,7 +21,7 @@ from greenroom.core.state import ModelRecord, State
 from greenroom.core.view import KeptOut, Movable
 
 # The number of a request that is only asked about: it would come after all others.
-_LAST = 2**62
+_LAST: Final = 2**62
 
 
 class StateView:

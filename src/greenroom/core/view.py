@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from greenroom.core.decide.arrival import Option
 from greenroom.core.decide.green_room import Shortfall as Shortfall
@@ -34,7 +34,7 @@ from greenroom.core.model import (
 )
 
 # The prefix of a lease's name where the scheduler would name a model.
-LEASE_MARK = str(lease_name(LeaseId("")))
+LEASE_MARK: Final = str(lease_name(LeaseId("")))
 
 
 class HoldingFacts(Protocol):

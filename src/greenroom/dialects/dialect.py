@@ -5,7 +5,7 @@ Each dialect has a folder: `__init__.py` has its record and its routes, `request
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ READ_BYTES_MAX: Final = 256 * 1024
 _NULL: Final = Raw(b"null")
 # Values that hold nothing to answer.
 _NOTHING: Final = (_NULL, Raw(b"[]"), Raw(b"{}"))
+_NOTHING_BYTES: Final = 4
 
 
 class BodyCheck:
@@ -33,23 +34,23 @@ class BodyCheck:
 
     __slots__ = ("_needs", "_reads")
 
-    def __init__(self, *needs: tuple[str, ...], reads: Mapping[str, Read]) -> None:
+    def __init__(self, *needs: tuple[str, ...], reads: dict[str, Read]) -> None:
         self._needs = needs
         self._reads = reads
 
-    def check(self, fields: Fields, size: int, puts: Mapping[str, bytes], drops: Set[str]) -> None:
+    def check(self, fields: Fields, size: int, puts: dict[str, bytes], drops: frozenset[str]) -> None:
         """Raises BadRequest, which names the field. `size` is the body's. What the operator sets (`puts`) or strips
         (`drops`) is not read, and large fields are not either: the event loop waits for what is read here.
         """
         for names in self._needs:
             for name in names:
                 raw = fields.get(name)
-                if (raw is not None and raw not in _NOTHING) or name in puts:
+                if (raw is not None and (len(raw) > _NOTHING_BYTES or raw not in _NOTHING)) or name in puts:
                     break
             else:
                 raise BadRequest(f"{' or '.join(names)} is missing or empty.", param=names[0])
         if size > READ_BYTES_MAX:
-            fields = {name: raw for name, raw in fields.items() if len(memoryview(raw)) <= READ_BYTES_MAX}
+            fields = {name: raw for name, raw in fields.items() if len(raw) <= READ_BYTES_MAX}
         reads, name = self._reads, ""
         try:
             for name, raw in fields.items():

@@ -7,7 +7,7 @@ sends `timings` in every answer; others send `usage` when asked to.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -41,17 +41,16 @@ class Usage:
 
 
 _Said = TypeVar("_Said")
-_Figure = TypeVar("_Figure", int, float)
 
 # No answer has as many tokens or takes as many milliseconds.
-FIGURE_MAX = 10**12
+FIGURE_MAX: Final = 10**12
 
 # Objects inside a usage object; the largest known has two.
-NESTED_MAX = 8
+NESTED_MAX: Final = 8
 
-_openai = msgspec.json.Decoder(OpenAiUsage)
-_timings = msgspec.json.Decoder(LlamacppTimings)
-_answer = msgspec.json.Decoder(WholeAnswer)
+_openai: Final = msgspec.json.Decoder(OpenAiUsage)
+_timings: Final = msgspec.json.Decoder(LlamacppTimings)
+_answer: Final = msgspec.json.Decoder(WholeAnswer)
 
 
 def from_usage(tail: bytes) -> Usage | None:
@@ -72,7 +71,7 @@ def from_usage(tail: bytes) -> Usage | None:
         prompt = _rest(said.total_tokens, completion)
     details = said.prompt_tokens_details or said.input_tokens_details
     cached = None if details is None else details.cached_tokens
-    return Usage(prompt or 0, completion, _sound(cached), _sound(said.gpu_time_ms), estimated=prompt is None)
+    return Usage(prompt or 0, completion, _sound(cached), _sound_ms(said.gpu_time_ms), estimated=prompt is None)
 
 
 def from_timings(tail: bytes) -> Usage | None:
@@ -82,14 +81,18 @@ def from_timings(tail: bytes) -> Usage | None:
     if said is None:
         return None
     is_timed = said.prompt_ms is not None or said.predicted_ms is not None
-    gpu_ms = _sound((said.prompt_ms or 0.0) + (said.predicted_ms or 0.0)) if is_timed else None
+    gpu_ms = _sound_ms((said.prompt_ms or 0.0) + (said.predicted_ms or 0.0)) if is_timed else None
     cached = _sound(said.cache_n)
     return Usage(said.prompt_n + (cached or 0), said.predicted_n, cached, gpu_ms)
 
 
-def _sound(figure: _Figure | None) -> _Figure | None:
+def _sound(tokens: int | None) -> int | None:
     """The figure, unless no answer can have it: engines of other makers send what they like."""
-    return figure if figure is not None and 0 <= figure <= FIGURE_MAX else None
+    return tokens if tokens is not None and 0 <= tokens <= FIGURE_MAX else None
+
+
+def _sound_ms(figure: float | None) -> float | None:
+    return figure if figure is not None and 0.0 <= figure <= FIGURE_MAX else None
 
 
 def _rest(total: int | None, part: int | None) -> int | None:

@@ -25,7 +25,7 @@ from greenroom.http.exchange import Exchange, RawReceiver, Refusal, WriteBatch, 
 from greenroom.http.limits import EdgeState
 from greenroom.http.request import ClientRequestReader, Head
 
-log = logging.getLogger("greenroom.http")
+log: Final = logging.getLogger("greenroom.http")
 
 # In the order a connection goes through them: plain numbers because they are compared for every read.
 READ: Final = 0

@@ -28,7 +28,7 @@ from greenroom.http.exchange import Exchange, Refusal, WriteBatch
 from greenroom.http.limits import EdgeLimits, EdgeState, EdgeStats
 from greenroom.http.request import Head
 
-log = logging.getLogger("greenroom.http")
+log: Final = logging.getLogger("greenroom.http")
 
 _LAST_RESORT: Final[Refusal] = (
     500,

@@ -19,7 +19,7 @@ from greenroom.http.exchange import WriteBatch, Writer
 from greenroom.http.headers import Headers
 from greenroom.http.request import stripped
 
-log = logging.getLogger("greenroom.http")
+log: Final = logging.getLogger("greenroom.http")
 
 RESPONSE_HEAD_BYTES_MAX: Final = 64 * 1024
 # Above this many unsent bytes of a request's body we wait for the engine to take them.

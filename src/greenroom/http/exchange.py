@@ -1,7 +1,7 @@
 """One request and its one answer, as the upper layers see them.
 
 Owns the framing of the answer: length, chunks or close, HEAD, keep-alive. Never reads from the connection and never
-waits: a slow client shows as `paused`, a lost one as `gone`, both by callback.
+waits: a slow client shows as `paused`, a lost one as `gone`, of which a listener is told.
 
     respond                  one write, done
     start → write… → finish  a streamed answer
@@ -26,7 +26,7 @@ from greenroom.http.headers import Headers
 from greenroom.http.limits import EdgeState
 from greenroom.http.request import Head
 
-log = logging.getLogger("greenroom.http")
+log: Final = logging.getLogger("greenroom.http")
 
 # Status, headers and body of an answer.
 Refusal = tuple[int, Headers, bytes]
@@ -34,13 +34,18 @@ Refusal = tuple[int, Headers, bytes]
 _BODILESS: Final = frozenset((204, 304))
 
 
-class RawReceiver(Protocol):
-    """Receives a client's bytes once its connection has left HTTP."""
+class ClientListener(Protocol):
+    """Told that the client has left, reads too slowly, or reads again."""
 
-    def client_data(self, data: bytes) -> None: ...
     def client_gone(self) -> None: ...
     def client_paused(self) -> None: ...
     def client_resumed(self) -> None: ...
+
+
+class RawReceiver(ClientListener, Protocol):
+    """Receives a client's bytes once its connection has left HTTP."""
+
+    def client_data(self, data: bytes) -> None: ...
 
 
 class AnswerWire(Protocol):
@@ -66,7 +71,7 @@ def answer_head(request: Head, status: int, headers: Headers, framing: bytes, da
 
 
 class Exchange:
-    """`on_gone` is called once if the client leaves before the answer is complete, and never after that."""
+    """The listener is told once if the client leaves before the answer is complete, and never after that."""
 
     __slots__ = (
         "_chunked",
@@ -80,9 +85,7 @@ class Exchange:
         "finished",
         "gone",
         "head",
-        "on_gone",
-        "on_pause",
-        "on_resume",
+        "listener",
         "paused",
         "sent",
         "started",
@@ -100,9 +103,7 @@ class Exchange:
         self.paused = False
         # Bytes of this answer given to the transport.
         self.sent = 0
-        self.on_gone: Callable[[], None] | None = None
-        self.on_pause: Callable[[], None] | None = None
-        self.on_resume: Callable[[], None] | None = None
+        self.listener: ClientListener | None = None
         self._keep_alive = head.keep_alive
         # Pieces go out as chunks; false again when nothing more may go out.
         self._chunked = False
@@ -182,21 +183,21 @@ class Exchange:
         self.gone = True
         self._chunked = False
         self.body.close()
-        callback, self.on_gone = self.on_gone, None
-        if callback is not None:
-            callback()
+        listener, self.listener = self.listener, None
+        if listener is not None:
+            listener.client_gone()
 
     def pause(self) -> None:
         """Called by the connection when the client reads too slowly. Not for upper layers."""
         self.paused = True
-        if self.on_pause is not None:
-            self.on_pause()
+        if self.listener is not None:
+            self.listener.client_paused()
 
     def resume(self) -> None:
         """Called by the connection when the client reads again. Not for upper layers."""
         self.paused = False
-        if self.on_resume is not None:
-            self.on_resume()
+        if self.listener is not None:
+            self.listener.client_resumed()
 
     def _render(self, status: int, headers: Headers, length: int | None) -> bytes:
         if self.started or self.finished:

@@ -6,7 +6,6 @@ Owns the lists: client headers reach an engine, and engine headers a client, onl
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Final
@@ -125,7 +124,7 @@ def build_request(
     host: bytes,
     length: int,
     request_id: bytes,
-    allowed: Collection[bytes] = REQUEST_ALLOWED,
+    allowed: frozenset[bytes] = REQUEST_ALLOWED,
     upgrade: bytes | None = None,
     ours: Headers | None = None,
 ) -> bytes:
@@ -148,7 +147,7 @@ def build_request(
         for name, value in ours:
             head += b"%b: %b\r\n" % (name, value)
             lines += 1
-        allowed = frozenset(allowed).difference(name for name, _ in ours)
+        allowed = allowed.difference(name for name, _ in ours)
     for name, value in headers:
         if name in allowed and name not in NEVER_FORWARDED and not name.startswith(b"x-forwarded"):
             head += b"%b: %b\r\n" % (name, value)
@@ -167,21 +166,21 @@ def response_headers(
     headers: Headers,
     extra: Headers,
     defaults: Headers | None = None,
-    allowed: Collection[bytes] = ANSWER_ALLOWED,
+    allowed: frozenset[bytes] = ANSWER_ALLOWED,
 ) -> Headers:
     """The engine's headers that may pass to the client, then ours. Ours replace the engine's of the same name.
 
     `defaults` are added where the engine sends no header of that name; of several of one name, the first.
     """
-    ours = [name for name, _ in extra]
-    kept = [header for header in headers if header[0] in allowed and header[0] not in ours]
-    kept += extra
+    said = {name for name, _ in extra}
+    kept = [header for header in headers if header[0] in allowed and header[0] not in said]
     if defaults:
-        said = [name for name, _ in kept]
-        for header in defaults:
-            if header[0] not in said:
-                said.append(header[0])
-                kept.append(header)
+        said.update([name for name, _ in kept])
+    kept += extra
+    for header in defaults or ():
+        if header[0] not in said:
+            said.add(header[0])
+            kept.append(header)
     return kept
 
 

@@ -453,7 +453,7 @@ def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_al
             raise BadFraming("An HTTP/1.1 request needs a Host header.")
     elif not _HOST.fits(host):
         raise BadFraming("The Host header is not HOST or HOST:PORT.")
-    if head.target[0] != 0x2F or head.target.find(b"#") >= 0:
+    if head.target[0] != 0x2F or b"#" in head.target:
         _normalise_target(head, host)
     return head
 

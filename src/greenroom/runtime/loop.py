@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from math import inf
-from typing import Protocol
+from typing import Final, Protocol
 
 from greenroom.core.effects import OpOutcome, Reason, Rejection
 from greenroom.core.events import RequestArrived, RequestGone, ServeDone, Timer, TimerFired
@@ -26,7 +26,7 @@ from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.telemetry.logs import get_logger
 
-_log = get_logger("runtime")
+_log: Final = get_logger("runtime")
 
 
 class LeaseEffects(Protocol):
@@ -120,7 +120,7 @@ class AsyncEffects:
 
 
 # An engine that has not answered a request within this time works on it.
-WORKS_S = 1.0
+WORKS_S: Final = 1.0
 
 
 class Ticket:

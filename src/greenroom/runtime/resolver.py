@@ -34,7 +34,7 @@ from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.remote.names import RemoteNames
 from greenroom.telemetry.logs import get_logger
 
-_log = get_logger("models")
+_log: Final = get_logger("models")
 
 # Looks at the disk at the same time, and how long one may take.
 LOOKS_MAX: Final = 8

@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from math import inf
+from typing import Final
 
 from greenroom.core.contract import Scheduler
 from greenroom.core.events import Event, RequestArrived
@@ -18,7 +19,7 @@ from greenroom.core.view import SchedulerView
 from greenroom.runtime.record.recording import EventRecorder
 from greenroom.telemetry.logs import get_logger
 
-_log = get_logger("runtime")
+_log: Final = get_logger("runtime")
 
 
 class SchedulerLoop:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from greenroom.runtime.moves.starting import Starting
 
 # A broken connection is often the first sign of a dead process; its exit is seen within this time, or it lives.
-EXIT_FOLLOWS_S = 0.5
+EXIT_FOLLOWS_S: Final = 0.5
 # An engine that has closed its socket is most often about to end, which takes seconds where it frees much memory. It
 # may also listen again, or give the answers that run before it ends. One that does nothing of this is ended after so
 # many refusals in a row: about 5 s. Refusals count only while no answer runs.
-REFUSALS_MAX = 20
-REFUSED_EVERY_S = 0.25
+REFUSALS_MAX: Final = 20
+REFUSED_EVERY_S: Final = 0.25
 # An erase waits for the answer that its prompt slot is busy with.
-ERASE_MAX_S = 2.0
+ERASE_MAX_S: Final = 2.0
 # 503 says that an engine has no room, or loads something. After so long of nothing else it is broken.
-UNAVAILABLE_MAX_S = 60.0
+UNAVAILABLE_MAX_S: Final = 60.0
 
 
-_log = get_logger("runtime")
+_log: Final = get_logger("runtime")
 
 
 class _Erased(msgspec.Struct):

@@ -14,7 +14,7 @@ from greenroom.dialects.dialect import Route
 from greenroom.engines.base import Engine
 from greenroom.engines.usage import Usage, estimated
 from greenroom.http.headers import Headers
-from greenroom.http.relays.relay import Relay
+from greenroom.http.relays.relay import Relay, TailReader
 from greenroom.library.records import Version, shown_as
 from greenroom.runtime.loop import Ticket
 from greenroom.serving.request import Candidate
@@ -51,7 +51,8 @@ def model_header(name: str) -> tuple[bytes, bytes]:
 
 def wait_ms(ticket: Ticket, now: float) -> int:
     """How long a request waited for its slot, or has waited so far."""
-    return max(0, round(((ticket.granted_at or now) - ticket.arrived) * 1000))
+    waited_s = (ticket.granted_at or now) - ticket.arrived
+    return round(waited_s * 1000) if waited_s > 0 else 0
 
 
 def unless_told(route: Route, candidate: Candidate) -> Headers | None:
@@ -61,15 +62,16 @@ def unless_told(route: Route, candidate: Candidate) -> Headers | None:
     return NOT_CACHED if candidate.is_not_cached or route.is_promptless else NOT_KNOWN
 
 
-class AnswerFacts:
+class AnswerFacts(TailReader):
     """Of one answer with text. The last bytes are read once, at the first question."""
 
-    __slots__ = ("_engine", "_stream", "_wait_ms", "is_read", "usage")
+    __slots__ = ("_engine", "_wait_ms", "is_read", "usage")
 
-    def __init__(self, engine: Engine, stream: bool, wait_ms: int) -> None:
+    def __init__(self, engine: Engine, *, is_stream: bool, wait_ms: int | None = None) -> None:
+        """With `wait_ms`, the wait for the slot, a stream ends with a comment."""
+        super().__init__(is_stream=is_stream, has_comment=wait_ms is not None)
         self._engine = engine
-        self._stream = stream
-        self._wait_ms = wait_ms
+        self._wait_ms = wait_ms or 0
         self.is_read = False
         self.usage: Usage | None = None
 
@@ -77,7 +79,7 @@ class AnswerFacts:
         """Tokens and time, from the last bytes of a complete answer; None if they do not tell."""
         if not self.is_read:
             self.is_read = True
-            self.usage = self._engine.usage(tail, stream=self._stream)
+            self.usage = self._engine.usage(tail, stream=self.is_stream)
         return self.usage
 
     def headers(self, tail: bytes) -> Headers:

@@ -135,7 +135,7 @@ def _with_type(headers: Headers, media_type: bytes) -> Headers:
     return [*kept, (b"content-type", media_type)]
 
 
-_FIELD = b'"model":'
+_FIELD: Final = b'"model":'
 
 
 class NameFilter:

@@ -215,21 +215,15 @@ class Attempt:
 
     def _relay_options(self) -> RelayOptions:
         request, candidate, route = self.request, self.candidate, self.request.route
-        facts: AnswerFacts | None = None
-        ends_with_facts = False
         if route.is_text:
-            ends_with_facts = request.wants_facts and route.shape.has_comments
-            # Only the comment tells the wait.
-            waited_ms = wait_ms(self.ticket, self.ticket.granted_at) if ends_with_facts else 0
-            facts = AnswerFacts(candidate.entry.engine, request.stream, waited_ms)
-        self.facts = facts
+            has_comment = request.wants_facts and route.shape.has_comments
+            waited_ms = wait_ms(self.ticket, self.ticket.granted_at) if has_comment else None
+            self.facts = AnswerFacts(candidate.entry.engine, is_stream=request.stream, wait_ms=waited_ms)
         return RelayOptions(
             self.headers(),
             unless_told(route, candidate),
             drop_usage_event=candidate.translation is None and candidate.drop_usage,
-            read_facts=None if facts is None or request.stream else facts.headers,
-            last_words=facts.comment if facts is not None and ends_with_facts else None,
-            read_trailers=None if facts is None else facts.trailers,
+            facts=self.facts,
         )
 
     def headers(self) -> Headers:

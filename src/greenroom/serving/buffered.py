@@ -70,6 +70,10 @@ class BufferedRelay(Relay):
         super().stop()
         self._drop()
 
+    def client_gone(self) -> None:
+        super().client_gone()
+        self._drop()
+
     def _settle(self, outcome: RelayOutcome) -> None:
         if self.outcome is not None:
             return
@@ -78,7 +82,7 @@ class BufferedRelay(Relay):
         super()._settle(outcome)
         if self._into is not None:
             # The client may leave before the answer is taken.
-            self.exchange.on_gone = self._drop
+            self.exchange.listener = self
 
     def _drop(self) -> None:
         if self._into is not None:

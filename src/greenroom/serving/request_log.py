@@ -197,7 +197,7 @@ class RequestLog:
 
 def _key_of(caller: Caller) -> str:
     """The name of the caller's key; empty where there are no keys."""
-    return "" if caller in (ANYONE, BY_TOKENS) else caller.name
+    return "" if caller is ANYONE or caller is BY_TOKENS else caller.name
 
 
 def _is_uncounted(served: Served) -> bool:

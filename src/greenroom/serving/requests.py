@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Final
 
 from greenroom.access.keys import Caller
 from greenroom.access.limits import QuotaHold
@@ -36,7 +37,7 @@ from greenroom.serving.serve import Serving, Shared
 from greenroom.serving.sweep import RequestSweep
 from greenroom.telemetry.logs import get_logger
 
-_log = get_logger("server")
+_log: Final = get_logger("server")
 
 
 class Inference:

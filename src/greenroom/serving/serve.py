@@ -42,7 +42,7 @@ from greenroom.serving.sweep import RequestSweep
 from greenroom.telemetry.activity import Record
 from greenroom.telemetry.logs import get_logger
 
-_log = get_logger("server")
+_log: Final = get_logger("server")
 
 _KINDS: Final = {Heartbeat.COMMENT: HeartbeatKind.COMMENT, Heartbeat.CHUNK: HeartbeatKind.CHUNK}
 _SSE: Final = b"text/event-stream; charset=utf-8"
@@ -144,12 +144,19 @@ class Serving(Served):
         self._task = task = self._shared.spawn(self._run(), self.request.id)
         # By callback: a task that is cancelled before its first step never enters its body.
         task.add_done_callback(self._stopped_waiting)
-        self.exchange.on_gone = self._leave
+        self.exchange.listener = self
 
-    def _leave(self) -> None:
-        """The client left while the task waits. While a relay runs, the relay notices it."""
+    # What the client does while the task waits. While a relay runs, the relay listens.
+
+    def client_gone(self) -> None:
         assert self._task is not None, "only a task waits"
         self._task.cancel()
+
+    def client_paused(self) -> None:
+        """Heartbeats see `exchange.paused`."""
+
+    def client_resumed(self) -> None:
+        """The next heartbeat is sent."""
 
     def _stopped_waiting(self, task: asyncio.Task[None]) -> None:
         """End the request of a cancelled task: its client is gone, or the loop is ending."""
@@ -180,7 +187,7 @@ class Serving(Served):
                 continue
             if relay is None or not attempt.was_lost(relay):
                 break
-            self.exchange.on_gone = self._leave
+            self.exchange.listener = self
             attempt.release()
             attempt.settle()
             await attempt.process_checked(relay)
@@ -219,7 +226,7 @@ class Serving(Served):
     async def _answer_anew(self, attempt: Attempt, relay: BufferedRelay) -> None:
         remade, exchange = attempt.candidate.remade, self.exchange
         assert remade is not None
-        exchange.on_gone = self._leave
+        exchange.listener = self
         # The engine has done its part: the next request need not wait until the pictures are on disk.
         self._shared.tickets.close(self.ticket)
         status, headers, body = await remade.remade(relay.status, relay.headers, relay.take())
@@ -233,7 +240,7 @@ class Serving(Served):
         if self._is_over:
             return
         self._is_over = True
-        self.exchange.on_gone = None
+        self.exchange.listener = None
         shared, request, attempt = self._shared, self.request, self.attempt
         try:
             if error is not None:

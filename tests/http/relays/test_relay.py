@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any, cast
 
 import pytest
 
+from greenroom.engines.usage import Usage
 from greenroom.http.exchange import Exchange
 from greenroom.http.relays.relay import BAD_BODY_BYTES_MAX, HELD_BYTES_MAX, TAIL_BYTES, Relay, RelayOutcome
+from greenroom.serving.answer_facts import AnswerFacts
 from tests.http.conftest import Asked, Behind, Connect, Engines, Facing
 from tests.http.wires import Call, Engine, OddLoop, Proxy, get, post, saying
 from tests.waiting import PATIENCE_S, until, until_still
@@ -407,6 +410,22 @@ async def test_filter_leaves_answers_with_a_length_alone(facing: Facing) -> None
 # --- what an answer tells of itself ---------------------------------------------------------------------------------
 
 
+class CountingEngine:
+    """Tells that as many tokens were reused as it was shown bytes."""
+
+    def usage(self, tail: bytes, *, stream: bool) -> Usage:
+        return Usage(0, 0, cached=len(tail))
+
+
+def facts(*, is_stream: bool) -> AnswerFacts:
+    """Of a JSON answer, or of a stream that ends with a comment."""
+    return AnswerFacts(cast(Any, CountingEngine()), is_stream=is_stream, wait_ms=7 if is_stream else None)
+
+
+def comment_of(size: int) -> bytes:
+    return b": facts cache_hit=true cache_tokens_reused=%d queue_wait_ms=7\n\n" % size
+
+
 def in_pieces(body: bytes, pieces: int, *, length: bool) -> list[bytes]:
     """A JSON answer as an engine may send it: its head, then so many pieces."""
     size = -(-len(body) // pieces)
@@ -429,9 +448,10 @@ async def test_headers_come_from_the_body_of_a_short_answer(
             await call.say(part)
             await asyncio.sleep(0.01)
 
-    proxy, client = await facing(script, read_facts=lambda tail: [(b"x-end", tail[-3:])])
+    proxy, client = await facing(script, facts=facts(is_stream=False))
     response = await client.ask(post(b"{}"))
-    assert response.body == body and response.headers.get("x-end") == ('x"}' if is_told else None)
+    assert response.body == body
+    assert response.headers.get("x-cache-tokens-reused") == (str(min(size, TAIL_BYTES)) if is_told else None)
     assert proxy.relays[0].total_bytes == size
 
 
@@ -442,7 +462,7 @@ async def test_held_answer_of_a_lost_engine_can_still_be_an_error(asked: Asked) 
             pause_s=0.05,
             closes=True,
         ),
-        read_facts=lambda tail: [],
+        facts=facts(is_stream=False),
     )
     assert await outcome_of(proxy) is RelayOutcome.ENGINE_LOST
     assert (await client.response()).status == 502 and not proxy.relays[0].before_first_byte
@@ -457,7 +477,7 @@ async def test_held_answer_of_a_lost_engine_can_still_be_an_error(asked: Asked) 
         [b"data: 1\r\n\r\n", b"data: [DONE]\r\n\r\n"],
     ],
 )
-async def test_last_words_stand_before_the_end_of_a_stream(pieces: list[bytes], asked: Asked) -> None:
+async def test_comment_stands_before_the_end_of_a_stream(pieces: list[bytes], asked: Asked) -> None:
     async def script(call: Call) -> None:
         await call.say(SSE)
         for piece in pieces:
@@ -465,12 +485,12 @@ async def test_last_words_stand_before_the_end_of_a_stream(pieces: list[bytes], 
             await asyncio.sleep(0.02)
         await call.say(b"0\r\n\r\n")
 
-    _, client = await asked(script, last_words=lambda tail: b": facts %d\n\n" % len(tail))
+    _, client = await asked(script, facts=facts(is_stream=True))
     whole = b"".join(pieces)
     before = whole.rindex(b"data: [DONE]")
-    assert (await client.response()).body == whole[:before] + b": facts %d\n\n" % before + whole[before:]
+    assert (await client.response()).body == whole[:before] + comment_of(before) + whole[before:]
 
 
-async def test_last_words_follow_a_stream_without_a_mark_of_its_end(facing: Facing) -> None:
-    _, client = await facing(saying(SSE + chunk(b"data: 1\n\n") + b"0\r\n\r\n"), last_words=lambda tail: b": facts\n\n")
-    assert (await client.ask(post(b"{}"))).body == b"data: 1\n\n: facts\n\n"
+async def test_comment_follows_a_stream_without_a_mark_of_its_end(facing: Facing) -> None:
+    _, client = await facing(saying(SSE + chunk(b"data: 1\n\n") + b"0\r\n\r\n"), facts=facts(is_stream=True))
+    assert (await client.ask(post(b"{}"))).body == b"data: 1\n\n" + comment_of(9)

@@ -12,7 +12,7 @@ no reason to take them.
 from __future__ import annotations
 
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from greenroom.core.decide.decision import decide_for
 from greenroom.core.decide.estimate import eta_s, least_s
@@ -25,7 +25,7 @@ from greenroom.core.model import ModelId, Slot, TenantId
 from greenroom.core.queue.waitlist import Waiter, WaiterKind
 from greenroom.core.state import State
 
-_BY_POSITION = Choice()
+_BY_POSITION: Final = Choice()
 
 
 class Option(NamedTuple):
@@ -139,9 +139,9 @@ def _is_busy(plan: Plan) -> bool:
 # --- a request that comes now ---------------------------------------------------------------------------------------
 
 # How often one request over budget is let through to re-measure.
-TRY_AGAIN_S = 60.0
+TRY_AGAIN_S: Final = 60.0
 # With very many waiting models, one more request for one of them is decided on this much later, together with others.
-DECIDED_LATER_S = 0.1
+DECIDED_LATER_S: Final = 0.1
 
 
 def waiter_for(event: RequestArrived, sequence: int) -> Waiter:

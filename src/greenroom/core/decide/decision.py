@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from greenroom.core.decide import green_room, placement
 from greenroom.core.decide.placement import Places, Ways, way_to
@@ -33,7 +33,7 @@ from greenroom.core.queue.waitlist import Queue, Waiter, WaiterKind
 from greenroom.core.state import Claimant, State
 
 # Outcomes after which loads pause without refusing waiters.
-_PAUSES = {Outcome.NO_LEASE: WaitReason.NO_LEASE, Outcome.STORE_DOWN: WaitReason.STORE_DOWN}
+_PAUSES: Final = {Outcome.NO_LEASE: WaitReason.NO_LEASE, Outcome.STORE_DOWN: WaitReason.STORE_DOWN}
 
 
 def decide_for(

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from greenroom.core.model import Claim, DeviceId, DeviceKind, ModelSpec, MoveKind, Slot, SlotId, Tier
 from greenroom.core.state import State
 
 # Moves that end in the green room.
-_TO_SLEEP = (MoveKind.SLEEP, MoveKind.PREPARE)
+_TO_SLEEP: Final = (MoveKind.SLEEP, MoveKind.PREPARE)
 
 # Compared from the left: the smaller leaves first.
 Worth = tuple[float, float, SlotId]

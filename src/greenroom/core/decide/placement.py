@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import combinations, islice
+from typing import Final
 
 from greenroom.core.model import Claim, Device, DeviceId, DeviceKind, ModelSpec, Need
 from greenroom.core.packing import pack
@@ -17,9 +18,9 @@ Mib = Mapping[DeviceId, int]
 Shape = tuple[tuple[DeviceId, ...], int, bool, tuple[int, ...], tuple[int, ...], int, int, int]
 
 # How many sets of GPUs are tried for a lease on several: all of them with 8 GPUs; with more, the freest.
-SETS_MAX = 100
+SETS_MAX: Final = 100
 # Number of remembered shapes: more than most configurations have models.
-SHAPES_MAX = 1_024
+SHAPES_MAX: Final = 1_024
 
 
 # One is created for every question about a sleeper, so it is not frozen: that takes longer. Never modified.

@@ -7,7 +7,7 @@ records, so that events can carry and replay them. Nothing here depends on memor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from greenroom.core.model import Group as Group
 from greenroom.core.model import Matrix as Matrix
@@ -16,7 +16,7 @@ from greenroom.core.model import Rules as Rules
 from greenroom.core.policy.matrix import ByMatrix
 
 # The group of models that are in no other.
-THE_REST = Group("(default)", ())
+THE_REST: Final = Group("(default)", ())
 
 
 class Coresidency(Protocol):

@@ -7,6 +7,7 @@ and what the loss of a resident costs. Numbers come from `Limits`.
 from __future__ import annotations
 
 from math import ceil
+from typing import Final
 
 from greenroom.core.events import Limits
 from greenroom.core.policy.base import Turn
@@ -14,13 +15,13 @@ from greenroom.core.policy.swapper import Resident, Swapper
 from greenroom.core.queue.waitlist import PriorityClass, Queue, Waiter
 
 # Requests of tenants that flood a model are of one age if they came within this time, and go by their tenants' shares.
-ALIKE_S = 60.0
+ALIKE_S: Final = 60.0
 # A resident that is used more than this hardly catches up. Its use is an estimate, so it counts as no more.
-USE_MAX = 0.95
+USE_MAX: Final = 0.95
 # A busy model is closed this many times the switch before callers give up: it may take longer than usual.
-IN_TIME = 2.0
+IN_TIME: Final = 2.0
 # The policy is asked again after an answer, and after this if it is not known how long that takes.
-_MOMENT_S = 0.1
+_MOMENT_S: Final = 0.1
 
 
 class BoundedFirstCome:

@@ -7,6 +7,7 @@ the others out; `default.py` prevents that.
 from __future__ import annotations
 
 from math import inf
+from typing import Final
 
 from greenroom.core.events import Limits
 from greenroom.core.policy.base import Turn
@@ -14,7 +15,7 @@ from greenroom.core.policy.swapper import Resident, Swapper
 from greenroom.core.queue.waitlist import PriorityClass, Queue, Waiter
 
 # Large enough that age never makes up for a class.
-_CLASS_S = 1e9
+_CLASS_S: Final = 1e9
 
 
 class FirstCome:

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 # Deeper than people nest by hand; it keeps every walk over a tree within the stack.
-DEPTH_MAX = 32
+DEPTH_MAX: Final = 32
 # Room for thousands of models; it limits the cost of one set.
-EXPRESSION_CHARS_MAX = 65_536
+EXPRESSION_CHARS_MAX: Final = 65_536
 
-_SIGNS = "|&+()"
-_IN_NAMES = "_-./:@"
-_AN_ATOM = "a model, +set or ("
+_SIGNS: Final = "|&+()"
+_IN_NAMES: Final = "_-./:@"
+_AN_ATOM: Final = "a model, +set or ("
 
 
 class Mistake(ValueError):

@@ -21,22 +21,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from greenroom.core.model import Matrix as Matrix
 from greenroom.core.model import ModelId
 from greenroom.core.policy.language import AllOf, AnyOf, Expression, Mistake, Name, Reference, in_order, leaves, parse
 
-COST_DEFAULT = 1
+COST_DEFAULT: Final = 1
 # The same few questions recur while requests wait. The cache is cleared when it holds this many.
-REMEMBERED_MAX = 1_024
+REMEMBERED_MAX: Final = 1_024
 # How many combinations are kept for one part. The best one is hard to find when joined parts share many models that are
 # all ready. Beyond this many only the heaviest are kept: the answer is still allowed and found in time, but a cheaper
 # one may exist. Seven shared models always fit: they have 128 combinations.
-COMBINATIONS_MAX = 128
+COMBINATIONS_MAX: Final = 128
 # Parts of all sets together, each set counted with the sets it refers to.
-NODES_MAX = 100_000
+NODES_MAX: Final = 100_000
 
-_NO_MODELS = (0,)
+_NO_MODELS: Final = (0,)
 
 
 class ByMatrix:

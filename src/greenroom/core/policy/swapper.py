@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
+from typing import Final, Protocol
 
 from greenroom.core.model import Claim, DeviceId, ModelId, SlotId, Tier
 from greenroom.core.policy.coresidency import Coresidency
 from greenroom.core.queue.waitlist import Queue
 
 # Up to this many residents the cheapest set of victims is found exactly; beyond that greedily.
-EXACT_MAX = 12
+EXACT_MAX: Final = 12
 
 
 # How good a place is: where fewer models are busy, then where models have fewer requests, then where fewer models are,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from greenroom.core.model import TenantId
 from greenroom.core.queue.waiter import Waiter, WaiterKind
@@ -24,20 +24,20 @@ Turn = tuple[float, ...]
 Flow = tuple[str, int, TenantId]
 
 # How long kept turns are good enough for `first`: age lifts by the minute.
-TURNS_FRESH_S = 1.0
+TURNS_FRESH_S: Final = 1.0
 # After that all turns are refreshed; with more items than this, only a few at each question until all have been.
-REFRESHED_AT_ONCE_MAX = 64
-REFRESHED_BY_FIRST = 8
+REFRESHED_AT_ONCE_MAX: Final = 64
+REFRESHED_BY_FIRST: Final = 8
 # `leading` refreshes this many items that have changed, and this many that were not refreshed for longest.
-REFRESHED_BY_LEADING = 16
+REFRESHED_BY_LEADING: Final = 16
 # How many of many items `leading` returns at least.
-LEADING_MIN = 4
+LEADING_MIN: Final = 4
 # With more flows than this their heads are kept in order; with fewer, checking each is as fast.
-FLOWS_FEW = 8
+FLOWS_FEW: Final = 8
 # Rebuild the heaps of head times when they hold this many entries per flow, most of them outdated.
-TIMES_PER_FLOW = 4
+TIMES_PER_FLOW: Final = 4
 # The kept turn of an item that does not count.
-_LAST = (inf,)
+_LAST: Final = (inf,)
 
 
 class TurnIndex(Generic[Key, Item]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final
 
 from greenroom.core.events import Choice
 from greenroom.core.model import NO_TENANT, LeaseId, ModelId, MoveKind, OpId, RequestId, TenantId, learn
@@ -20,18 +21,18 @@ class WaiterKind(Enum):
     LEASE = "lease"
 
 
-ASKING = (WaiterKind.OP, WaiterKind.PRELOAD)
+ASKING: Final = (WaiterKind.OP, WaiterKind.PRELOAD)
 # The priority of a queue without urgent waiters.
-NO_PRIORITY = 2**62
+NO_PRIORITY: Final = 2**62
 # Below this share a tenant would in effect never be served; configurations are checked against it.
-WEIGHT_MIN = 1e-3
+WEIGHT_MIN: Final = 1e-3
 # Limits the accounts of tenants that never return. Beyond this many idle accounts, those that were served least are
 # deleted, and a tenant that returns starts at their level.
-IDLE_MAX = 10_000
+IDLE_MAX: Final = 10_000
 # What counts as clearly more than a share.
-CLEARLY_MORE = 1.1
+CLEARLY_MORE: Final = 1.1
 # Accounts are swept when there are twice as many as after the last sweep, plus this many.
-SWEEP_MIN = 64
+SWEEP_MIN: Final = 64
 
 
 class Waiter:

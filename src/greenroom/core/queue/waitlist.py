@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from math import inf
+from typing import Final
 
 from greenroom.core.model import ModelId, MoveKind, TenantId
 from greenroom.core.queue.index import Flow, FlowHeads, Turn, TurnIndex
@@ -24,10 +25,10 @@ Prices = tuple[float, float, int]
 FLOODS_FROM, FLOODS_PART = 8, 0.2
 
 # With more waiting models than this, each round ranks only some of them anew: ranking takes microseconds per model.
-MODELS_FEW = 64
+MODELS_FEW: Final = 64
 
 # Requests are listed for their positions by so many numbers: in one list of all, each removal would move thousands.
-NUMBERS_PER_LIST = 1_024
+NUMBERS_PER_LIST: Final = 1_024
 
 
 class Queue:

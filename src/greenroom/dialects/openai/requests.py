@@ -6,7 +6,6 @@ whole ones may be 1.0, null is a field that was not sent, and fields without an 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -53,7 +52,7 @@ _number: Final = _decoder(float | bool)
 # llama.cpp takes -1 for no limit.
 _limit: Final = _decoder(Annotated[float, Meta(ge=-1)])
 _count: Final = _decoder(Annotated[float, Meta(ge=1)])
-_SAMPLING: Final[Mapping[str, Read]] = {
+_SAMPLING: Final[dict[str, Read]] = {
     **dict.fromkeys(("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty"), _number),
     "max_tokens": _limit,
     "n": _count,
@@ -73,7 +72,7 @@ def expect_functions(raw: Raw, model: str) -> None:
 
     BadRequest if one has no function.
     """
-    if len(memoryview(raw)) > READ_BYTES_MAX:
+    if len(raw) > READ_BYTES_MAX:
         return
     try:
         tools = _decode_tools(raw) or ()

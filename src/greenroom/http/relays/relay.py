@@ -2,7 +2,7 @@
 
 Owns the joint between one exchange and one connection to an engine: back-pressure, a client that leaves, an engine that
 is lost. Never decodes a body: callers read usage, timings or an error from its last 8 KiB, or from its beginning. A
-short JSON answer can be held until it is whole, for headers that only its body tells; a stream can get some last words.
+short JSON answer can be held until it is whole, for headers that only its body tells; a stream can get a comment.
 
     fresh:      the engine's status and headers go to the client
     committed:  heartbeats have already sent 200 and SSE headers: the engine must answer just that, anything else is bad
@@ -42,14 +42,31 @@ class RelayOutcome(enum.Enum):
     STOPPED = "stopped"
 
 
+class TailReader:
+    """What the last bytes of an answer tell its client: a JSON answer by headers, unless `is_stream`; a stream by
+    trailers and, if `has_comment`, by a comment before its end."""
+
+    __slots__ = ("has_comment", "is_stream")
+
+    def __init__(self, *, is_stream: bool, has_comment: bool) -> None:
+        self.is_stream = is_stream
+        self.has_comment = has_comment
+
+    def headers(self, tail: bytes) -> Headers:
+        raise NotImplementedError
+
+    def trailers(self, tail: bytes) -> Headers:
+        raise NotImplementedError
+
+    def comment(self, tail: bytes) -> bytes:
+        raise NotImplementedError
+
+
 class RelayOptions:
-    """What is added to an answer, and left out.
+    """What is added to an answer, and left out. Headers that the engine sends win over `default_headers` and those that
+    `facts` reads."""
 
-    `read_facts` makes headers of the last bytes of a JSON answer, `last_words` a comment, `read_trailers` trailers, of
-    those of a stream. Headers that the engine sends win over both `default_headers` and those.
-    """
-
-    __slots__ = ("default_headers", "drop_usage_event", "extra_headers", "last_words", "read_facts", "read_trailers")
+    __slots__ = ("default_headers", "drop_usage_event", "extra_headers", "facts")
 
     def __init__(
         self,
@@ -57,16 +74,12 @@ class RelayOptions:
         default_headers: Headers | None = None,
         *,
         drop_usage_event: bool = False,
-        read_facts: Callable[[bytes], Headers] | None = None,
-        last_words: Callable[[bytes], bytes] | None = None,
-        read_trailers: Callable[[bytes], Headers] | None = None,
+        facts: TailReader | None = None,
     ) -> None:
         self.extra_headers = extra_headers
         self.default_headers = default_headers
         self.drop_usage_event = drop_usage_event
-        self.read_facts = read_facts
-        self.last_words = last_words
-        self.read_trailers = read_trailers
+        self.facts = facts
 
 
 _UNCHANGED: Final = RelayOptions([])
@@ -84,9 +97,9 @@ class Relay:
         "_filter",
         "_first",
         "_held",
-        "_last_words",
         "_on_done",
         "_options",
+        "_owes_comment",
         "_read_bytes",
         "_tail",
         "_unread",
@@ -135,16 +148,14 @@ class Relay:
         self._counter: EventCounter | None = None
         self._options = options
         self._filter = UsageFilter() if options.drop_usage_event else None
-        # None once they were said.
-        self._last_words = options.last_words
+        # False once it was sent.
+        self._owes_comment = options.facts is not None and options.facts.has_comment
         # Pieces of an answer that is not passed on yet; None otherwise.
         self._held: list[bytes] | None = None
         self._bad_body: bytearray | None = None
         self._on_done = on_done
         self._waiter: asyncio.Future[None] | None = None
-        exchange.on_gone = self._client_gone
-        exchange.on_pause = self._pause
-        exchange.on_resume = self._resume
+        exchange.listener = self
         if exchange.gone:
             self._settle(RelayOutcome.CLIENT_GONE)
 
@@ -225,8 +236,7 @@ class Relay:
 
     def head(self, status: int, headers: Headers) -> None:
         self._note_head(status, headers)
-        is_held = self._options.read_facts is not None and status == 200 and not self.committed
-        if is_held and is_short_json(headers, HELD_BYTES_MAX):
+        if self._facts_for_headers() is not None and not self.committed and is_short_json(headers, HELD_BYTES_MAX):
             self._held = []
         else:
             self._pass_head()
@@ -236,8 +246,8 @@ class Relay:
             self._keep_bad_body(data)
         elif self._held is not None:
             self._hold(data)
-        elif self._last_words is not None:
-            self._say_before_done(data)
+        elif self._owes_comment:
+            self._comment_before_done(data)
         else:
             self._pass(data)
 
@@ -261,10 +271,10 @@ class Relay:
             return
         if self._filter is not None:
             self.exchange.write(self._filter.flush())
-        if self._last_words is not None and self._counter is not None and self.at_boundary:
-            self.exchange.write(self._last_words(self.tail()))
-        read_trailers = None if self._counter is None else self._options.read_trailers
-        self.exchange.finish(None if read_trailers is None else read_trailers(self.tail()))
+        facts = None if self._counter is None else self._options.facts
+        if facts is not None and self._owes_comment and self.at_boundary:
+            self.exchange.write(facts.comment(self.tail()))
+        self.exchange.finish(None if facts is None else facts.trailers(self.tail()))
         self._settle(RelayOutcome.COMPLETE)
 
     def upgraded(self, headers: Headers, rest: bytes) -> None:
@@ -304,16 +314,20 @@ class Relay:
         elif self.status != 200 or self._counter is None:
             self._bad_body = bytearray()
         if self.exchange.paused:
-            self._pause()
+            self.client_paused()
 
     def _respond(self, body: bytes) -> None:
         """Pass a whole answer on, with the headers that its body tells."""
-        options = self._options
+        options, facts = self._options, self._facts_for_headers()
         defaults = options.default_headers
-        if options.read_facts is not None and self.status == 200:
-            defaults = [*options.read_facts(self.tail()), *(defaults or ())]
+        if facts is not None:
+            defaults = facts.headers(self.tail()) + (defaults or [])
         self.exchange.respond(self.status, response_headers(self.headers, options.extra_headers, defaults), body)
         self._settle(RelayOutcome.COMPLETE)
+
+    def _facts_for_headers(self) -> TailReader | None:
+        facts = self._options.facts
+        return facts if facts is not None and not facts.is_stream and self.status == 200 else None
 
     def _hold(self, data: bytes) -> None:
         assert self._held is not None
@@ -325,9 +339,9 @@ class Relay:
             self._pass_head()
             self.exchange.write(held)
 
-    def _say_before_done(self, data: bytes) -> None:
-        """Pass a piece of a stream on, with the last words before its last event: many clients read no further."""
-        at, words, counter = data.find(_DONE), self._last_words, self._counter
+    def _comment_before_done(self, data: bytes) -> None:
+        """Pass a piece of a stream on, with the comment before its last event: many clients read no further."""
+        at, facts, counter = data.find(_DONE), self._options.facts, self._counter
         if at > 0 and data[:at].endswith((b"\n\n", b"\n\r\n")):
             self._pass(data[:at])
             data = data[at:]
@@ -336,9 +350,9 @@ class Relay:
             return
         # Inside of an event it is part of a text.
         self._read()
-        if words is not None and counter is not None and counter.at_boundary:
-            self._last_words = None
-            self.exchange.write(words(self._tail))
+        if facts is not None and counter is not None and counter.at_boundary:
+            self._owes_comment = False
+            self.exchange.write(facts.comment(self._tail))
         self._pass(data)
 
     def _read(self) -> None:
@@ -358,6 +372,20 @@ class Relay:
             if self.first_data_at is None and counter.has_data:
                 self.first_data_at = time.monotonic()
 
+    # --- what the client does ---------------------------------------------------------------------------------------
+
+    def client_gone(self) -> None:
+        self._drop_upstream()
+        self._settle(RelayOutcome.CLIENT_GONE)
+
+    def client_paused(self) -> None:
+        if self.upstream is not None:
+            self.upstream.pause_reading()
+
+    def client_resumed(self) -> None:
+        if self.upstream is not None:
+            self.upstream.resume_reading()
+
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _keep_bad_body(self, data: bytes) -> None:
@@ -371,18 +399,6 @@ class Relay:
         self.bad_body, self._bad_body = bytes(self._bad_body or b""), None
         self._settle(RelayOutcome.BAD_HEAD)
 
-    def _client_gone(self) -> None:
-        self._drop_upstream()
-        self._settle(RelayOutcome.CLIENT_GONE)
-
-    def _pause(self) -> None:
-        if self.upstream is not None:
-            self.upstream.pause_reading()
-
-    def _resume(self) -> None:
-        if self.upstream is not None:
-            self.upstream.resume_reading()
-
     def _drop_upstream(self) -> None:
         upstream, self.upstream = self.upstream, None
         if upstream is not None:
@@ -394,7 +410,7 @@ class Relay:
             return
         self.outcome = outcome
         exchange = self.exchange
-        exchange.on_gone = exchange.on_pause = exchange.on_resume = None
+        exchange.listener = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         # The listener holds this relay; dropping the callback here leaves no reference cycle.

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from greenroom.http.engine_connection import Connection
 from greenroom.http.exchange import Exchange, answer_head
 from greenroom.http.headers import UPGRADE_ANSWER_ALLOWED, Headers, response_headers
 from greenroom.http.relays.relay import Relay, RelayOptions, RelayOutcome
@@ -22,7 +21,7 @@ LAST_BYTES_S: Final = 1.0
 class Tunnel(Relay):
     """Use in place of a Relay for a request with `head.upgrade`. COMPLETE means that the tunnel was open and ended."""
 
-    __slots__ = ("_client", "_engine", "_engine_transport", "bytes_from_client", "bytes_from_engine")
+    __slots__ = ("_client", "_engine_transport", "bytes_from_client", "bytes_from_engine")
 
     def __init__(
         self,
@@ -34,7 +33,6 @@ class Tunnel(Relay):
         self.bytes_from_client = 0
         self.bytes_from_engine = 0
         self._client: asyncio.Transport | None = None
-        self._engine: Connection | None = None
         self._engine_transport: asyncio.Transport | None = None
         super().__init__(exchange, options, on_done=on_done)
 
@@ -46,7 +44,6 @@ class Tunnel(Relay):
         if len(agreed) != 1 or not _protocols(agreed[0][1]) <= _protocols(self.exchange.head.upgrade or b""):
             engine.lose("switched to another protocol than it was asked for")
             return
-        self._engine = engine
         head = self._switching_head(headers, agreed)
         self._engine_transport = engine.take_over(self)
         # Bytes the client sent ahead reach the engine here.
@@ -77,20 +74,15 @@ class Tunnel(Relay):
             self._client.write(data)
 
     def client_gone(self) -> None:
-        self._end()
+        if self.is_open:
+            self._end()
+        else:
+            super().client_gone()
 
     def engine_gone(self) -> None:
         self._end()
 
     # A side that reads too slowly pauses the other one.
-
-    def client_paused(self) -> None:
-        if self._engine is not None:
-            self._engine.pause_reading()
-
-    def client_resumed(self) -> None:
-        if self._engine is not None:
-            self._engine.resume_reading()
 
     def engine_paused(self) -> None:
         if self._client is not None and not self._client.is_closing():
@@ -107,7 +99,7 @@ class Tunnel(Relay):
     def _end(self) -> None:
         """Close both sides in order, so that what was already taken still arrives, if it is read soon."""
         client, engine = self._client, self._engine_transport
-        self._client = self._engine_transport = self._engine = self.upstream = None
+        self._client = self._engine_transport = self.upstream = None
         if client is not None:
             client.close()
         if engine is not None:

@@ -66,7 +66,8 @@ Fields = dict[str, Raw]
 
 # Fields of requests for text and vectors that may hold content parts.
 MESSAGES: Final = "messages"
-CONTENT: Final = (MESSAGES, "input", "documents", "query", "prompt")
+_OTHER_CONTENT: Final = ("input", "documents", "query", "prompt")
+CONTENT: Final = (MESSAGES, *_OTHER_CONTENT)
 
 
 class BodyFields:
@@ -185,11 +186,10 @@ def join(fields: Fields, *, drop: frozenset[str], put: dict[str, bytes]) -> byte
 
 def has_parts(fields: Fields) -> bool:
     """False if all content is text: then it names no media. Costs one search for a bracket."""
-    for name in CONTENT:
-        raw = fields.get(name)
-        if raw is not None and holds_parts(name, raw):
-            return True
-    return False
+    messages = fields.get(MESSAGES)
+    if messages is not None and holds_parts(MESSAGES, messages):
+        return True
+    return any(holds_parts(name, fields[name]) for name in _OTHER_CONTENT if name in fields)
 
 
 def holds_parts(name: str, raw: Raw) -> bool:
