@@ -31,7 +31,8 @@ _NEW_KEY_BYTES: Final = 32
 # Lower goes first: high is 0, normal 1, low 2.
 PRIORITY_MIN, PRIORITY_MAX = -100, 100
 
-_sha256: Final = hashlib.sha256
+# A copy costs half as much as another look for the algorithm.
+_SHA256: Final = hashlib.sha256()
 
 
 class Permission(Enum):
@@ -141,7 +142,9 @@ class Keys:
             return self._unkeyed
         if not presented:
             raise InvalidKey("No API key was given. Send it as Authorization: Bearer KEY, or as x-api-key: KEY.")
-        digest = _sha256(presented[:KEY_BYTES_MAX]).digest()
+        hashed = _SHA256.copy()
+        hashed.update(presented[:KEY_BYTES_MAX])
+        digest = hashed.digest()
         found = self._callers.get(digest)
         if found is None or len(presented) > KEY_BYTES_MAX:
             if digest in self._revoked:

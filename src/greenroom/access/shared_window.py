@@ -84,6 +84,8 @@ class SharedWindow(Budget):
         self._is_used = False
         self._ask_from = 0.0
         self._store = store
+        # By which its store knows that it is still in use.
+        self.handle: object = None
 
     @property
     def block(self) -> int:

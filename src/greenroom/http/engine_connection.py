@@ -16,7 +16,7 @@ import httptools
 from greenroom.errors import EngineLost, GreenroomError
 from greenroom.http.body import Payload
 from greenroom.http.exchange import WriteBatch, Writer
-from greenroom.http.headers import Headers
+from greenroom.http.headers import HEADER_NAMES, Headers
 from greenroom.http.request import stripped
 
 log: Final = logging.getLogger("greenroom.http")
@@ -380,7 +380,7 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         # After the head these are trailers, which go no further.
         if not self._status:
-            self._headers.append((name.lower(), stripped(value)))
+            self._headers.append((HEADER_NAMES.of(name), stripped(value)))
 
     def on_headers_complete(self) -> None:
         if self._complete:

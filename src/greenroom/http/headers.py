@@ -110,9 +110,27 @@ class Pattern:
         return True
 
 
+class LowerCase:
+    """Names in lower case, remembered as the values of a pattern are."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, bytes] = {}
+
+    def of(self, name: bytes) -> bytes:
+        known = self._known.get(name)
+        if known is None:
+            known = name.lower()
+            if len(self._known) < SOUND_MAX and len(name) <= SOUND_BYTES_MAX:
+                self._known[name] = known
+        return known
+
+
 SOUND_MAX: Final = 512
 SOUND_BYTES_MAX: Final = 128
 _TARGET: Final = Pattern(rb"/[!-~]*")
+HEADER_NAMES: Final = LowerCase()
 _NAME: Final = Pattern(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
@@ -172,15 +190,15 @@ def response_headers(
 
     `defaults` are added where the engine sends no header of that name; of several of one name, the first.
     """
-    said = {name for name, _ in extra}
-    kept = [header for header in headers if header[0] in allowed and header[0] not in said]
-    if defaults:
-        said.update([name for name, _ in kept])
+    ours = [name for name, _ in extra]
+    kept = [header for header in headers if header[0] in allowed and header[0] not in ours]
     kept += extra
-    for header in defaults or ():
-        if header[0] not in said:
-            said.add(header[0])
-            kept.append(header)
+    if defaults is not None:
+        said = [name for name, _ in kept]
+        for header in defaults:
+            if header[0] not in said:
+                said.append(header[0])
+                kept.append(header)
     return kept
 
 

@@ -22,7 +22,7 @@ from greenroom.errors import (
     MethodNotAllowed,
 )
 from greenroom.http.body import Body, BodyBudget
-from greenroom.http.headers import Headers, Pattern
+from greenroom.http.headers import HEADER_NAMES, Headers, Pattern
 from greenroom.http.limits import EdgeLimits
 
 _END: Final = b"\r\n\r\n"
@@ -297,7 +297,7 @@ class ClientRequestReader:
     # --- the parser's notes -----------------------------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        name = name.lower()
+        name = HEADER_NAMES.of(name)
         if self.head is None:
             self._headers.append((name, value))
         elif name in FORBIDDEN_IN_TRAILERS:
@@ -453,7 +453,7 @@ def read_head(raw: bytes, method: bytes, headers: Headers, peer_ip: str, keep_al
             raise BadFraming("An HTTP/1.1 request needs a Host header.")
     elif not _HOST.fits(host):
         raise BadFraming("The Host header is not HOST or HOST:PORT.")
-    if head.target[0] != 0x2F or b"#" in head.target:
+    if head.target[0] != 0x2F or head.target.find(b"#") >= 0:
         _normalise_target(head, host)
     return head
 

@@ -26,8 +26,6 @@ OUR_HEADERS: Final = frozenset(
         *(b"x-cache-mode", b"x-cache-tag", b"x-facts"),
     )
 )
-# White space behind a value is no part of it, and the parser leaves it there.
-SPACE: Final = b" \t"
 CLIENT_CHARS_MAX: Final = 128
 _HEARTBEATS: Final = {kind.value.encode(): kind for kind in Heartbeat}
 
@@ -60,7 +58,7 @@ class Admitted:
 
     @staticmethod
     def of(head: Head, route: Route | None, caller: Caller, tenants: Tenants) -> Admitted:
-        given = {name: value.rstrip(SPACE) for name, value in head.headers if name in OUR_HEADERS}
+        given = head.get_all(OUR_HEADERS)
         try:
             return Admitted(route, caller, given, caller.tenant or tenants.name(given.get(TENANT_HEADER)))
         except BadRequest as error:

@@ -43,7 +43,8 @@ _decode_messages: Final = msgspec.json.Decoder(list[_Message] | None).decode
 
 
 def _read_messages(raw: Raw) -> None:
-    for message in _decode_messages(raw) or ():
+    messages: list[_Message] = _decode_messages(raw) or []
+    for message in messages:
         if memoryview(message.content)[0] not in b'"[n':
             raise ValueError("Expected a content that is a text or a list")
 

@@ -37,9 +37,8 @@ _list: Final = msgspec.json.Decoder(list[Raw])
 
 def check_media(fields: Fields, hosts: Sequence[str]) -> None:
     """Raises MediaRefused for media that the engine would have to fetch from anywhere but these hosts."""
-    for name in CONTENT:
-        raw = fields.get(name)
-        if raw is not None and holds_parts(name, raw):
+    for name, raw in fields.items():
+        if name in CONTENT and holds_parts(name, raw):
             for content in _contents(raw) if name == MESSAGES else (raw,):
                 for item in _items(content):
                     _walk(_decoded(item), hosts)
