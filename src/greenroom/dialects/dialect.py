@@ -30,7 +30,8 @@ _NOTHING_BYTES: Final = 4
 
 
 class BodyCheck:
-    """`needs`: of each of these, one field must hold something. `reads`: how fields are read that have a type."""
+    """`needs`: of each of these, one field must hold something. `reads`: how fields are read that have a type; that of
+    a content tells True if it is text alone."""
 
     __slots__ = ("_needs", "_reads")
 
@@ -38,9 +39,11 @@ class BodyCheck:
         self._needs = needs
         self._reads = reads
 
-    def check(self, fields: Fields, size: int, puts: dict[str, bytes], drops: frozenset[str]) -> None:
-        """Raises BadRequest, which names the field. `size` is the body's. What the operator sets (`puts`) or strips
-        (`drops`) is not read, and large fields are not either: the event loop waits for what is read here.
+    def check(self, fields: Fields, size: int, puts: dict[str, bytes], drops: frozenset[str]) -> str:
+        """The last field that is text alone, if one was read. Raises BadRequest, which names the field.
+
+        `size` is the body's. What the operator sets (`puts`) or strips (`drops`) is not read, and large fields are not
+        either: the event loop waits for what is read here.
         """
         for names in self._needs:
             for name in names:
@@ -51,16 +54,17 @@ class BodyCheck:
                 raise BadRequest(f"{' or '.join(names)} is missing or empty.", param=names[0])
         if size > READ_BYTES_MAX:
             fields = {name: raw for name, raw in fields.items() if len(raw) <= READ_BYTES_MAX}
-        reads, name = self._reads, ""
+        reads, name, plain = self._reads, "", ""
         try:
             for name, raw in fields.items():
                 read = reads.get(name)
-                if read is not None and name not in puts and name not in drops:
-                    read(raw)
+                if read is not None and name not in puts and name not in drops and read(raw) is True:
+                    plain = name
         except (msgspec.DecodeError, ValueError) as error:
             raise BadRequest(f"{name}: {error}.", param=name) from None
         except RecursionError:
             raise BadRequest(f"{name} is nested too deeply.", param=name) from None
+        return plain
 
 
 @dataclass(frozen=True, slots=True)

@@ -380,7 +380,7 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         # After the head these are trailers, which go no further.
         if not self._status:
-            self._headers.append((HEADER_NAMES.of(name), stripped(value)))
+            self._headers.append((HEADER_NAMES[name], stripped(value)))
 
     def on_headers_complete(self) -> None:
         if self._complete:

@@ -110,21 +110,14 @@ class Pattern:
         return True
 
 
-class LowerCase:
+class LowerCase(dict[bytes, bytes]):
     """Names in lower case, remembered as the values of a pattern are."""
 
-    __slots__ = ("_known",)
-
-    def __init__(self) -> None:
-        self._known: dict[bytes, bytes] = {}
-
-    def of(self, name: bytes) -> bytes:
-        known = self._known.get(name)
-        if known is None:
-            known = name.lower()
-            if len(self._known) < SOUND_MAX and len(name) <= SOUND_BYTES_MAX:
-                self._known[name] = known
-        return known
+    def __missing__(self, name: bytes) -> bytes:
+        lower = name.lower()
+        if len(self) < SOUND_MAX and len(name) <= SOUND_BYTES_MAX:
+            self[name] = lower
+        return lower
 
 
 SOUND_MAX: Final = 512

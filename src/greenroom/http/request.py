@@ -297,7 +297,7 @@ class ClientRequestReader:
     # --- the parser's notes -----------------------------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        name = HEADER_NAMES.of(name)
+        name = HEADER_NAMES[name]
         if self.head is None:
             self._headers.append((name, value))
         elif name in FORBIDDEN_IN_TRAILERS:

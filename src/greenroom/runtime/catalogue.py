@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from greenroom.base.names import public_name
 from greenroom.config.diff import Changes
@@ -43,16 +43,15 @@ class Entry:
 
     # Which weights it serves, if it is under version control.
     version: Version | None = None
+    public_id: ModelId = field(init=False)
+    """The id by which callers know it, and by which its requests are counted."""
+    engine_name: str = field(init=False)
+    """The name by which its engine knows it. llama.cpp would read several in one with a comma."""
 
-    @property
-    def public_id(self) -> ModelId:
-        """The id by which callers know it, and by which its requests are counted."""
-        return ModelId(public_name(self.instance_of or self.spec.version_of or self.id))
-
-    @property
-    def engine_name(self) -> str:
-        """The name by which its engine knows it. llama.cpp would read several in one with a comma."""
-        return self.public_id.replace(",", "_")
+    def __post_init__(self) -> None:
+        public_id = ModelId(public_name(self.instance_of or self.spec.version_of or self.id))
+        object.__setattr__(self, "public_id", public_id)
+        object.__setattr__(self, "engine_name", public_id.replace(",", "_"))
 
     def shown_id(self, *, to_operator: bool) -> str:
         """Its id in lists: the name that it was ordered by. Only operators are shown paths."""

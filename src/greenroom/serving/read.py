@@ -281,10 +281,6 @@ class Reading:
         elif route.is_native:
             translation = check_native(entry, target, body, exchange.body)
         fields = body.fields
-        if body.long is not None:
-            _check_long_media(body.long, entry, fields)
-        elif peek.has_parts(fields):
-            check_media(fields, entry.config.media_hosts)
         put, drop = reader.rewrites_of(entry)
         facts, engine = entry.facts, entry.engine
         if task is not None:
@@ -309,10 +305,15 @@ class Reading:
         if cache_headers is not None and engine.salt_field is not None and has_prompt:
             salt = reader.salts.of(scope, fields.get(engine.salt_field), entry.public_id)
             put, cache_headers = {**put, engine.salt_field: salt}, None
+        plain = ""
         if route.check is not None:
-            route.check.check(fields, len(exchange.body), put, drop)
+            plain = route.check.check(fields, len(exchange.body), put, drop)
             if route.check is CHAT and (raw := fields.get(TOOLS)) is not None:
                 _expect_tools(entry, raw, is_operators=TOOLS in put or TOOLS in drop)
+        if body.long is not None:
+            _check_long_media(body.long, entry, fields)
+        elif peek.has_parts(fields, plain):
+            check_media(fields, entry.config.media_hosts)
         if options is not NO_OPTIONS:
             drop = drop | model_options.FIELDS
         return Candidate(

@@ -27,10 +27,12 @@ def _decoder(kind: Any) -> Read:
     return msgspec.json.Decoder(kind | None, strict=False).decode
 
 
-def _read_texts(raw: Raw) -> None:
-    """A text, a list, or an object of an engine's own. Raises ValueError."""
-    if memoryview(raw)[0] not in b'"[{n':
+def _read_texts(raw: Raw) -> bool:
+    """A text (True), a list, or an object of an engine's own. Raises ValueError."""
+    first = memoryview(raw)[0]
+    if first not in b'"[{n':
         raise ValueError("Expected a text or a list")
+    return first == 0x22
 
 
 def _read_list(raw: Raw) -> None:
@@ -39,14 +41,26 @@ def _read_list(raw: Raw) -> None:
         raise ValueError("Expected a list")
 
 
+class _TextMessage(msgspec.Struct):
+    role: str
+    content: str | None = None
+
+
 _decode_messages: Final = msgspec.json.Decoder(list[_Message] | None).decode
+_decode_texts: Final = msgspec.json.Decoder(list[_TextMessage]).decode
 
 
-def _read_messages(raw: Raw) -> None:
-    messages: list[_Message] = _decode_messages(raw) or []
-    for message in messages:
-        if memoryview(message.content)[0] not in b'"[n':
-            raise ValueError("Expected a content that is a text or a list")
+def _read_messages(raw: Raw) -> bool:
+    """True if each content is one text, as in most conversations: those need no second look. Raises ValueError."""
+    try:
+        _decode_texts(raw)
+    except ValueError:
+        messages: list[_Message] = _decode_messages(raw) or []
+        for message in messages:
+            if memoryview(message.content)[0] not in b'"[n':
+                raise ValueError("Expected a content that is a text or a list") from None
+        return False
+    return True
 
 
 _number: Final = _decoder(float | bool)

@@ -183,10 +183,10 @@ def join(fields: Fields, *, drop: frozenset[str], put: dict[str, bytes]) -> byte
     return _encoder.encode(kept)
 
 
-def has_parts(fields: Fields) -> bool:
-    """False if all content is text: then it names no media. Costs one search for a bracket."""
+def has_parts(fields: Fields, plain: str = "") -> bool:
+    """False if all content is text: then it names no media. `plain` is a field that is known to be."""
     for name, raw in fields.items():  # noqa: SIM110 - a generator costs more than all it looks at
-        if name in CONTENT and holds_parts(name, raw):
+        if name in CONTENT and name != plain and holds_parts(name, raw):
             return True
     return False
 
