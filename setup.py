@@ -26,7 +26,6 @@ HOT = (
     "core/**/*.py",
     "dialects/dialect.py",
     "dialects/heartbeat.py",
-    "dialects/openai/requests.py",
     "engines/usage.py",
     "http/**/*.py",
     "runtime/catalogue.py",

@@ -51,6 +51,19 @@ def classes(path: Path) -> dict[str, list[str]]:
     return {one.name: [base.id for base in one.bases if isinstance(base, ast.Name)] for one in found}
 
 
+def test_fields_of_compiled_structs_are_plain_classes(build: ModuleType) -> None:
+    """Of any other annotation the compiler leaves `type`, and such a field can never be decoded."""
+    for file in build.hot_files():
+        structs = (
+            node
+            for node in tree_of((ROOT / file).read_text()).body
+            if isinstance(node, ast.ClassDef) and "Struct" in {ast.unparse(base).split(".")[-1] for base in node.bases}
+        )
+        fields = [line for struct in structs for line in struct.body if isinstance(line, ast.AnnAssign)]
+        odd = [ast.unparse(field) for field in fields if not isinstance(field.annotation, ast.Name)]
+        assert not odd, f"{file} must not be in HOT, or its classes must lie elsewhere: {odd}"
+
+
 def test_no_python_class_inherits_from_a_compiled_one(build: ModuleType) -> None:
     """Such a module is imported and fails when its class is used. Errors may: compiled, they stay Python classes."""
     hot = {ROOT / file for file in build.hot_files()}
