@@ -24,7 +24,7 @@ from greenroom.http.exchange import Exchange
 from greenroom.http.headers import Headers
 from greenroom.http.request import Head
 from greenroom.serving import render
-from greenroom.serving.admitted import Admitted
+from greenroom.serving.admitted import OUR_HEADERS, PREFER, Admitted
 from greenroom.serving.requests import Inference
 from greenroom.serving.routes import (
     MODEL_ROUTES,
@@ -39,9 +39,8 @@ from greenroom.serving.routes import (
 OPEN_PATHS: Final = frozenset((b"/health", b"/healthz", b"/readyz"))
 # Sec-Fetch-Site of our own pages, and of an address that was typed or bookmarked.
 OWN_SITES: Final = (b"same-origin", b"none")
-# The headers that are looked at before a request is admitted.
-PREFER: Final = b"prefer"
-GUARDED: Final = frozenset((b"host", b"origin", b"sec-fetch-site", b"referer", b"authorization", b"x-api-key", PREFER))
+# Headers that are looked at before the body; one pass finds them.
+_READ: Final = OUR_HEADERS | {b"host", b"origin", b"sec-fetch-site", b"referer", b"authorization", b"x-api-key", PREFER}
 READING: Final = (b"GET", b"HEAD")
 METRICS_PATH: Final = b"/metrics"
 
@@ -91,7 +90,7 @@ class Door:
 
     def admit(self, head: Head) -> int:
         """At the end of the headers: how large the body may be. Raises the error to answer with."""
-        said = head.get_all(GUARDED)
+        said = head.get_all(_READ)
         origin = said.get(b"origin")
         self.hosts.check(said.get(b"host"), origin)
         if origin is None:
@@ -122,7 +121,7 @@ class Door:
         if admitted is None and is_preflight(head):
             exchange.respond(204, preflight_headers(head), b"")
         elif admitted is not None and admitted.route is not None:
-            if self._jobs is not None and prefers_later(head):
+            if admitted.has_preference and self._jobs is not None and prefers_later(head):
                 self._jobs.handle(exchange, admitted, admitted.route)
             else:
                 self._inference.handle(exchange, admitted, admitted.route)
@@ -176,7 +175,7 @@ class Door:
         if is_open and self.keys.enabled:
             return None
         caller = self.keys.check(presented_key(said.get(b"authorization"), said.get(b"x-api-key")))
-        head.note = admitted = self._inference.admitted(head, route, caller)
+        head.note = admitted = self._inference.admitted(said, route, caller)
         if is_open or caller is ANYONE:
             return admitted
         if caller.routes is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from greenroom.core import events as ev
 from greenroom.core.apply import Rounds
-from greenroom.core.decide.plan import Plan, Swap, Wait, WaitReason
+from greenroom.core.decide.plan import Plan, Serve, Swap, Wait, WaitReason
 from greenroom.core.effects import Effects
 from greenroom.core.mechanism import Dirty, Mechanism
 from greenroom.core.model import Slot
@@ -29,7 +29,9 @@ class DefaultScheduler:
         mechanism, now = self._mechanism, event.now
         # Hot path: these come first, and by name, so that the compiled calls are direct.
         if isinstance(event, ev.RequestArrived):
-            self._settle_request(self._arrived(event, mechanism.request_arrived(event)), now)
+            plan = mechanism.request_arrived(event)
+            if not isinstance(plan, Serve):
+                self._settle_request(self._arrived(event, plan), now)
         elif isinstance(event, ev.ServeDone):
             self._settle_request(mechanism.serve_done(event), now)
         elif isinstance(event, ev.RequestGone):

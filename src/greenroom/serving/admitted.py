@@ -14,11 +14,11 @@ from greenroom.config.schema import Heartbeat
 from greenroom.core.model import NO_TENANT, TenantId
 from greenroom.dialects.dialect import Route
 from greenroom.errors import BadRequest
-from greenroom.http.request import Head
 from greenroom.serving.body import peek
 
 TENANT_HEADER: Final = b"x-tenant-id"
 CLIENT_HEADER: Final = b"x-client-id"
+PREFER: Final = b"prefer"
 # The headers that are for the gateway; one pass over a request's headers finds them.
 OUR_HEADERS: Final = frozenset(
     (
@@ -35,9 +35,10 @@ class Admitted:
 
     `given` are the headers for the gateway. `tenant` is the one that it is counted for: none if it names one that
     cannot be, as `bad_tenant` says. `client` is the one that its header names; `hold` what it was counted against.
+    `has_preference`: it has the header Prefer.
     """
 
-    __slots__ = ("bad_tenant", "caller", "client", "given", "hold", "route", "tenant")
+    __slots__ = ("bad_tenant", "caller", "client", "given", "has_preference", "hold", "route", "tenant")
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class Admitted:
         caller: Caller,
         given: dict[bytes, bytes],
         tenant: TenantId,
+        has_preference: bool,
         bad_tenant: BadRequest | None = None,
         hold: QuotaHold | None = None,
     ) -> None:
@@ -52,21 +54,25 @@ class Admitted:
         self.caller = caller
         self.given = given
         self.tenant = tenant
+        self.has_preference = has_preference
         self.bad_tenant = bad_tenant
-        self.client = given.get(CLIENT_HEADER, b"").decode("latin-1")[:CLIENT_CHARS_MAX]
+        self.client = given[CLIENT_HEADER].decode("latin-1")[:CLIENT_CHARS_MAX] if CLIENT_HEADER in given else ""
         self.hold = hold
 
     @staticmethod
-    def of(head: Head, route: Route | None, caller: Caller, tenants: Tenants) -> Admitted:
-        given = head.get_all(OUR_HEADERS)
+    def of(said: dict[bytes, bytes], route: Route | None, caller: Caller, tenants: Tenants) -> Admitted:
+        """`said` has at least those of OUR_HEADERS that there are."""
+        given = {name: value for name, value in said.items() if name in OUR_HEADERS}
+        has_preference = PREFER in said
         try:
-            return Admitted(route, caller, given, caller.tenant or tenants.name(given.get(TENANT_HEADER)))
+            tenant = caller.tenant or tenants.name(given.get(TENANT_HEADER))
         except BadRequest as error:
-            return Admitted(route, caller, given, NO_TENANT, error)
+            return Admitted(route, caller, given, NO_TENANT, has_preference, error)
+        return Admitted(route, caller, given, tenant, has_preference)
 
     def counted(self, hold: QuotaHold | None) -> Admitted:
         """The same request, counted against these quotas."""
-        return Admitted(self.route, self.caller, self.given, self.tenant, self.bad_tenant, hold)
+        return Admitted(self.route, self.caller, self.given, self.tenant, self.has_preference, self.bad_tenant, hold)
 
     @property
     def named_tenant(self) -> bytes | None:

@@ -69,7 +69,7 @@ class AnswerFacts(TailReader):
 
     def __init__(self, engine: Engine, *, is_stream: bool, wait_ms: int | None = None) -> None:
         """With `wait_ms`, the wait for the slot, a stream ends with a comment."""
-        super().__init__(is_stream=is_stream, has_comment=wait_ms is not None)
+        self.is_stream, self.has_comment = is_stream, wait_ms is not None
         self._engine = engine
         self._wait_ms = wait_ms or 0
         self.is_read = False

@@ -160,7 +160,8 @@ class Attempt:
 
     def _sink(self, relay: Relay) -> Sink:
         """The relay; for a task behind one that holds failures back if another of its models can serve."""
-        if not self.request.has_choice or not self.request.may_run_again:
+        request = self.request
+        if request.choice is None or not request.has_choice or not request.may_run_again:
             return relay
         return FailoverSink(relay, self.candidate.name, self._has_other_after)
 

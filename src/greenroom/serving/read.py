@@ -532,7 +532,9 @@ class Reading:
         keep_alive_s: float | None = None,
     ) -> Request:
         reader, admitted, profile, first = self._reader, self.admitted, self._profile, candidates[0]
-        budget_s, priority = smaller(self._budget_s, budget_s), first.entry.spec.priority
+        priority = first.entry.spec.priority
+        if self._budget_s is not None:
+            budget_s = smaller(self._budget_s, budget_s)
         if task is not None:
             self.asked, asked_as, priority = first.entry.id, task.name, task.priority_or(priority)
             budget_s = smaller(budget_s, task.section.budget_s)

@@ -140,7 +140,7 @@ class JsonContent(Content):
         drop: frozenset[str],
     ) -> None:
         """`read` has the fields after the translation. `put` replaces fields, in JSON; those in `drop` are left out."""
-        super().__init__(body, read.long)
+        self.body, self.long = body, read.long
         self._model = read.model
         self._fields: peek.Fields | None = read.fields
         self._translation = translation
@@ -291,11 +291,6 @@ class Request:
         self.job = job
 
     @property
-    def first(self) -> Candidate:
-        """The one that it reads as a request to, until one is granted."""
-        return self.candidates[0]
-
-    @property
     def has_choice(self) -> bool:
         """True if several models can serve it."""
         return len(self.candidates) > 1
@@ -327,7 +322,7 @@ class Request:
             tuple([one.entry.id for one in self.candidates]),
             self.priority,
             self.tenant,
-            self.is_patient,
+            self.stream and self.heartbeat is not _OFF,
             self.budget_s,
             self.keep_alive_s,
             self.choice,

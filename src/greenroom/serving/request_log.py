@@ -18,7 +18,7 @@ from greenroom.runtime.loop import Ticket
 from greenroom.serving import render
 from greenroom.serving.answer_facts import usage_of
 from greenroom.serving.attempt import Attempt
-from greenroom.serving.request import Request
+from greenroom.serving.request import Candidate, Request
 from greenroom.serving.routes import UPSTREAM, answers_with_text
 from greenroom.telemetry.activity import Activity, Record, UsageCounts
 from greenroom.telemetry.metrics import Metrics
@@ -42,14 +42,12 @@ class Served:
 
     __slots__ = ("attempt", "candidate", "exchange", "record", "request", "ticket")
 
+    exchange: Exchange
+    request: Request
+    record: Record
     ticket: Ticket
-
-    def __init__(self, exchange: Exchange, request: Request, record: Record) -> None:
-        self.exchange: Final = exchange
-        self.request: Final = request
-        self.record: Final = record
-        self.candidate = request.first
-        self.attempt: Attempt | None = None
+    candidate: Candidate
+    attempt: Attempt | None
 
     @property
     def relay(self) -> Relay | None:
@@ -82,7 +80,7 @@ class RequestLog:
         """The record of a request that begins now. `end` completes it."""
         record = Record(
             id=request.id,
-            model=request.first.name,
+            model=request.candidates[0].name,
             asked_as=request.asked_as,
             tenant=request.tenant,
             client=request.client,
@@ -96,7 +94,7 @@ class RequestLog:
 
     def looked_up(self, request: Request, is_hit: bool) -> None:
         """A hit found its model ready and with room."""
-        self._metrics.looked_up(request.first.name, is_hit)
+        self._metrics.looked_up(request.candidates[0].name, is_hit)
 
     def refused(self, error: GreenroomError) -> None:
         self._metrics.edge_refused(error.code)
@@ -123,7 +121,8 @@ class RequestLog:
 
     def end(self, served: Served, error: GreenroomError | None) -> None:
         """Complete its record, and count it. Called once for each request that came to the scheduler."""
-        request, record, ticket, relay = served.request, served.record, served.ticket, served.relay
+        request, record, ticket, attempt = served.request, served.record, served.ticket, served.attempt
+        relay = None if attempt is None else attempt.relay
         record.total_s = total_s = max(0.0, self._clock() - ticket.arrived)
         record.status = _status(served.exchange, relay, error)
         if error is not None:

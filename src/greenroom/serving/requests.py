@@ -68,8 +68,8 @@ class Inference:
 
     # --- at the headers ---------------------------------------------------------------------------------------------
 
-    def admitted(self, head: Head, route: Route | None, caller: Caller) -> Admitted:
-        return Admitted.of(head, route, caller, self._reader.tenants)
+    def admitted(self, said: dict[bytes, bytes], route: Route | None, caller: Caller) -> Admitted:
+        return Admitted.of(said, route, caller, self._reader.tenants)
 
     def check_cooldown(self, admitted: Admitted) -> None:
         """Raises CoolingDown if the client that the headers name makes too many mistakes."""
@@ -95,7 +95,7 @@ class Inference:
         client, asked = (admitted.client, "") if reading is None else (reading.client, reading.asked)
         model = ""
         if request is not None:
-            model, asked = request.first.entry.base_id, request.first.name
+            model, asked = request.candidates[0].entry.base_id, request.candidates[0].name
         self._log.count_refused(error, admitted.caller, admitted.tenant, client, model, asked)
 
     # --- when its body has come -------------------------------------------------------------------------------------
@@ -184,10 +184,10 @@ class Inference:
 
     def _has_left(self, exchange: Exchange, request: Request) -> bool:
         """Answer a request that only lets a model leave, if that is not loaded. False for every other one."""
-        translation = request.first.translation
+        translation = request.candidates[0].translation
         if translation is None or request.choice is not None:
             return False
-        slots = self._loop.scheduler.view.slots_of(request.first.entry.id)
+        slots = self._loop.scheduler.view.slots_of(request.candidates[0].entry.id)
         if any(slot.is_serving or slot.is_arriving for slot in slots) or (body := translation.if_cold()) is None:
             return False
         kind = translation.stream_type if request.stream else JSON
@@ -212,7 +212,7 @@ class Inference:
         is_hit = serving.ticket.granted_at == serving.ticket.arrived
         self._log.looked_up(request, is_hit)
         if not is_hit:
-            self._prefetch.waits(request.first.entry)
+            self._prefetch.waits(request.candidates[0].entry)
 
     def _charge(self, exchange: Exchange, request: Request, hold: QuotaHold) -> None:
         """Count what the body tells: model, tokens, a place among the requests at once. Raises RateLimited."""

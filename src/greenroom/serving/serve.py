@@ -77,7 +77,11 @@ class Serving(Served):
     def __init__(
         self, exchange: Exchange, request: Request, record: Record, settings: Settings, shared: Shared
     ) -> None:
-        super().__init__(exchange, request, record)
+        self.exchange = exchange
+        self.request = request
+        self.record = record
+        self.candidate = request.candidates[0]
+        self.attempt = None
         self._settings: Final = settings
         self._shared: Final = shared
         self._beat_at = 0.0
@@ -116,7 +120,7 @@ class Serving(Served):
 
     def _attempt_at(self, slot: LiveSlot) -> Attempt:
         request = self.request
-        candidate = request.candidate(slot.entry.id) if request.has_choice else request.candidates[0]
+        candidate = request.candidates[0] if request.choice is None else request.candidate(slot.entry.id)
         return Attempt(
             self.exchange, request, candidate, self.ticket, slot, self.record, self._settings, self._shared.tickets
         )

@@ -16,6 +16,7 @@ from greenroom.features.jobs.files import unwritten
 from greenroom.http.body import Body
 from greenroom.http.exchange import Exchange
 from greenroom.http.request import Head
+from greenroom.serving.admitted import OUR_HEADERS
 from greenroom.serving.routes import MODEL_ROUTES
 from tests.harness import fake, gateway
 from tests.integration.facts import Journal
@@ -239,7 +240,8 @@ async def test_what_is_read_again_after_a_reload_goes_by_the_profiles_of_then(ga
     head = Head(b"POST", CHAT.encode(), [], "1.1", "127.0.0.1", keep_alive=True)
     caller, route = app.keys.keys.named("team-a"), MODEL_ROUTES[head.path]
     assert caller is not None
-    exchange, admitted = Exchange(unwritten(), app.edge.state, head, body), app.inference.admitted(head, route, caller)
+    exchange = Exchange(unwritten(), app.edge.state, head, body)
+    admitted = app.inference.admitted(head.get_all(OUR_HEADERS), route, caller)
     # A long body is read in several tries.
     reading = app.inference.reading(exchange, admitted, route)
     assert reading.read().keep_alive_s == 600

@@ -49,6 +49,7 @@ from greenroom.runtime.operations.table import OperationTable
 from greenroom.runtime.shell import Shell
 from greenroom.runtime.slots import LiveSlot
 from greenroom.serving import render
+from greenroom.serving.admitted import OUR_HEADERS
 from greenroom.serving.body.long_body import LongBody
 from greenroom.serving.requests import Inference
 from greenroom.telemetry.logs import get_logger
@@ -161,7 +162,7 @@ class Jobs(Part):
         itself would be refused with, ShuttingDown, OperationsFull and OperationStoreFull."""
         kept = StoredRequest.of(head, self._inference.settings.forward_headers)
         exchange = Exchange(unwritten(), self._edge, kept.head, body)
-        admitted = self._inference.admitted(kept.head, route, caller)
+        admitted = self._inference.admitted(kept.head.get_all(OUR_HEADERS), route, caller)
         reading, request = self._inference.reading(exchange, admitted, route), None
         try:
             if self._gateway.is_draining:
@@ -177,7 +178,7 @@ class Jobs(Part):
                 len(body),
                 tenant=request.tenant,
                 key=caller.name,
-                model=request.first.name,
+                model=request.candidates[0].name,
                 route=head.path.decode("ascii", "replace"),
                 priority=request.priority,
                 retry=retry,
@@ -193,7 +194,7 @@ class Jobs(Part):
 
     def count_refused(self, error: GreenroomError, head: Head, caller: Caller) -> None:
         """Count an order that could not be read as a refused request."""
-        self._inference.count_refused(error, self._inference.admitted(head, None, caller))
+        self._inference.count_refused(error, self._inference.admitted(head.get_all(OUR_HEADERS), None, caller))
 
     def long_body(self, body: Body) -> LongBody:
         """For an order above SHORT_BYTES."""
@@ -308,7 +309,7 @@ class Jobs(Part):
             head = kept.head
             job.exchange = exchange = Exchange(job.answer, self._edge, head, body)
             route = route_of(head.path)
-            admitted = self._inference.admitted(head, route, self.caller_of(job))
+            admitted = self._inference.admitted(head.get_all(OUR_HEADERS), route, self.caller_of(job))
             request = await self._inference.read_job(self._inference.reading(exchange, admitted, route, job))
             job.request_id = request.id
             if not job.is_cancelled:

@@ -48,9 +48,8 @@ class TailReader:
 
     __slots__ = ("has_comment", "is_stream")
 
-    def __init__(self, *, is_stream: bool, has_comment: bool) -> None:
-        self.is_stream = is_stream
-        self.has_comment = has_comment
+    is_stream: bool
+    has_comment: bool
 
     def headers(self, tail: bytes) -> Headers:
         raise NotImplementedError
