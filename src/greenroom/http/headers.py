@@ -109,12 +109,6 @@ class Pattern:
             self._sound.add(value)
         return True
 
-    def misfit(self, values: set[bytes]) -> bytes | None:
-        """One that is not what it must be."""
-        if values <= self._sound:
-            return None
-        return next((value for value in values if not self.fits(value)), None)
-
 
 class LowerCase(dict[bytes, bytes]):
     """Names in lower case, remembered as the values of a pattern are."""
@@ -254,8 +248,9 @@ def render_head(status: int, headers: Headers, framing: bytes, date: bytes) -> b
     """The whole head; `framing` and `date` are finished lines. Raises GatewayBug for a header that breaks its line."""
     block = b"".join([b"%b: %b\r\n" % (name, value) for name, value in headers])
     _expect_lines(block, len(headers))
-    if (odd := _NAME.misfit({name for name, _ in headers})) is not None:
-        raise GatewayBug(f"{odd!r} is not a header name.")
+    for name, _ in headers:
+        if not _NAME.fits(name):
+            raise GatewayBug(f"{name!r} is not a header name.")
     return b"%b%b%b%b\r\n" % (_STATUS_LINES.get(status) or _odd_status_line(status), block, framing, date)
 
 

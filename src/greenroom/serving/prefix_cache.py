@@ -13,7 +13,6 @@ import re
 import secrets
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Final
 from urllib.parse import quote
 
@@ -25,8 +24,6 @@ from greenroom.http.headers import Headers
 from greenroom.runtime.prompt_slots import Owner, PromptCacheSlots
 
 TAG_CHARS_MAX: Final = 64
-# Tenants whose scopes are made once.
-TENANTS_MAX: Final = 1_000
 # Flushes that are kept apart.
 FLUSHES_MAX: Final = 1_000
 # All printable characters but the space, which may be stripped, and the percent sign, which escapes.
@@ -81,14 +78,11 @@ def expect_sole(prompts: PromptCacheSlots, owner: Owner, model: str) -> None:
 ONLY_SCOPE: Final = PrefixScope("", "")
 
 
-_scope_of: Final = lru_cache(maxsize=TENANTS_MAX)(lambda tenant: PrefixScope(tenant, ""))
-
-
 def cache_scope(tenant: TenantId, said: dict[bytes, bytes]) -> PrefixScope:
     """The scope that these headers name. Raises BadRequest, whatever the engine."""
     tag, mode = said.get(b"x-cache-tag"), said.get(b"x-cache-mode")
-    if not tag and mode is None:
-        return _scope_of(tenant) if tenant else ONLY_SCOPE
+    if not tenant and not tag and mode is None:
+        return ONLY_SCOPE
     if tag:
         check_tag(tag, "X-Cache-Tag")
     if mode is not None and mode.lower() not in _MODES:
