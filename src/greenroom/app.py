@@ -53,11 +53,10 @@ from greenroom.features.library.downloads import Downloads
 from greenroom.features.library.ollama_routes import OllamaRoutes
 from greenroom.features.library.routes import LibraryRoutes
 from greenroom.features.operations.capabilities import CapabilityRoutes
-from greenroom.features.operations.llama_swap_routes import LlamaSwapRoutes
-from greenroom.features.operations.load_routes import LoadRoutes, PinRoutes
+from greenroom.features.operations.llama_routes import LlamaCppRoutes, LlamaSwapRoutes
+from greenroom.features.operations.load_routes import LoadRoutes
 from greenroom.features.operations.loads import Loads
 from greenroom.features.operations.moves import OperatorMoves
-from greenroom.features.operations.native_routes import NativeRoutes
 from greenroom.features.operations.routes import Caches, Operating
 from greenroom.features.pictures.answers import PictureAnswers, PictureRoutes
 from greenroom.features.pictures.store import make_pictures
@@ -424,31 +423,22 @@ def make_management(gateway: App, streams: Streams | None = None) -> Management:
     streams = streams or Streams(lambda: gateway.is_draining, gateway.clock)
     # Their paths come before those that take any id.
     DownloadRoutes(gateway.downloads).add_to(app)
-    loads = LoadRoutes(shell, gateway.resolver, gateway.tasks, gateway.loads)
+    loads = LoadRoutes(shell, gateway.models, gateway.tasks, gateway.loads)
     loads.add_to(app)
-    NativeRoutes(shell, gateway.tasks, loads, look).add_to(app)
+    LlamaCppRoutes(shell, gateway.tasks, loads, look).add_to(app)
     library = LibraryRoutes(shell, gateway.library, gateway.loads, gateway.updates, look)
     library.add_to(app)
     Listing(gateway.catalog, gateway.resolver, gateway.tasks, look).add_to(app)
     OllamaRoutes(
         shell, gateway.resolver, gateway.tasks, gateway.library, gateway.downloads, library, gateway.started_at, look
     ).add_to(app)
-    LlamaSwapRoutes(shell, gateway.loads, gateway.updates, streams, look).add_to(app)
+    LlamaSwapRoutes(shell, gateway.loads, streams, look).add_to(app)
     CapabilityRoutes(shell, gateway.resolver, gateway.library, gateway.memory_watch, gateway.loads, look).add_to(app)
     Watching(gateway, streams, look, uptime_s).add_to(app)
-    Operating(
-        shell,
-        gateway.resolver,
-        gateway.tasks,
-        gateway.loads,
-        gateway.operations,
-        gateway.updates,
-        gateway,
-        streams,
-        look,
-    ).add_to(app)
+    Operating(shell, gateway.models, gateway.tasks, gateway.loads, gateway.operations, gateway, streams, look).add_to(
+        app
+    )
     ConfigRoutes(gateway).add_to(app)
-    PinRoutes(shell, gateway.tasks, gateway.models, gateway.updates).add_to(app)
     VersionRoutes(shell, gateway.updates).add_to(app)
     QueueRoutes(shell, gateway.activity, gateway.tickets).add_to(app)
     HistoryRoutes(shell, gateway.history).add_to(app)
@@ -466,8 +456,6 @@ def make_management(gateway: App, streams: Streams | None = None) -> Management:
     Docs(app, shell).add_to(app)
     # One of them takes any id, so it is asked last.
     ModelStatuses(gateway.catalog, gateway.tasks, look).add_to(app)
-    models = GovernedModels(
-        shell, gateway.resolver, gateway.library, gateway.downloads, gateway.updates, library.users_of
-    )
+    models = GovernedModels(shell, gateway.resolver, gateway.library, gateway.downloads, gateway.updates, library)
     governed = GovernedRoutes(app, gateway.governance, models)
     return Management(governed, governed.routes)

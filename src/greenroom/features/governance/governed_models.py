@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -24,6 +24,7 @@ from greenroom.dialects.ollama.requests import LATEST
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, shown
 from greenroom.features.governance.gate import Done
 from greenroom.features.library.downloads import Downloads
+from greenroom.features.library.routes import LibraryRoutes
 from greenroom.features.versions.updates import Updates
 from greenroom.library.library import Library
 from greenroom.library.naming import choose
@@ -47,24 +48,14 @@ class JudgedCall:
     fetch: DownloadOrder | None = None
 
 
+@dataclass(frozen=True)
 class GovernedModels:
-    """`users_of` returns the models that are configured or in memory and need a file of the one to be deleted."""
-
-    def __init__(
-        self,
-        shell: Shell,
-        resolver: Resolver,
-        library: Library,
-        downloads: Downloads,
-        updates: Updates,
-        users_of: Callable[[str], Awaitable[Sequence[Entry]]],
-    ) -> None:
-        self._shell = shell
-        self._resolver = resolver
-        self._library = library
-        self._downloads = downloads
-        self._updates = updates
-        self._users_of = users_of
+    _shell: Shell
+    _resolver: Resolver
+    _library: Library
+    _downloads: Downloads
+    _updates: Updates
+    _deletion: LibraryRoutes
 
     async def judged(self, needed: NeededOperation, fields: Mapping[str, Any], caller: Caller) -> JudgedCall:
         """What the rules are asked about. Raises GreenroomError."""
@@ -145,7 +136,7 @@ class GovernedModels:
     async def _users(self, model: str) -> list[str]:
         # What is not there is answered so once its token is used.
         with contextlib.suppress(ModelNotFound):
-            return [entry.id for entry in await self._users_of(model)]
+            return [entry.id for entry in await self._deletion.users_of(model)]
         return []
 
     async def _names_of(self, name: str, quantization: str | None = None) -> frozenset[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
@@ -68,28 +69,18 @@ def _pull(call: SignedCall) -> NeededOperation:
     return NeededOperation("model-download", name, read_fetch=lambda rules: read_order(rules, model=name))
 
 
+@dataclass(frozen=True)
 class OllamaRoutes(Routes):
     in_schema = False
 
-    def __init__(
-        self,
-        shell: Shell,
-        resolver: Resolver,
-        tasks: Tasks,
-        library: Library,
-        downloads: Downloads,
-        routes: LibraryRoutes,
-        started_at: float,
-        look: Callable[[], Snapshot],
-    ) -> None:
-        self._shell = shell
-        self._resolver = resolver
-        self._tasks = tasks
-        self._library = library
-        self._downloads = downloads
-        self._routes = routes
-        self._started_at = started_at
-        self._look = look
+    _shell: Shell
+    _resolver: Resolver
+    _tasks: Tasks
+    _library: Library
+    _downloads: Downloads
+    _routes: LibraryRoutes
+    _started_at: float
+    _look: Callable[[], Snapshot]
 
     @get("/", needs=Permission.ASK)
     async def root(self) -> Response:

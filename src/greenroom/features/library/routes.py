@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any, Final, Protocol, TypeVar
 
@@ -177,15 +178,13 @@ class VersionFiles(Protocol):
     async def are_used_elsewhere(self, path: str) -> bool: ...
 
 
+@dataclass(frozen=True)
 class LibraryRoutes(Routes):
-    def __init__(
-        self, shell: Shell, library: Library, loads: Unloading, versions: VersionFiles, look: Callable[[], Snapshot]
-    ) -> None:
-        self._shell = shell
-        self._library = library
-        self._loads = loads
-        self._versions = versions
-        self._look = look
+    _shell: Shell
+    _library: Library
+    _loads: Unloading
+    _versions: VersionFiles
+    _look: Callable[[], Snapshot]
 
     @get(INVENTORY, needs=Permission.ASK, response_class=Response, responses={200: {"model": InventoryView}})
     async def inventory(self, request: Request) -> Response:
@@ -207,16 +206,8 @@ class LibraryRoutes(Routes):
         models = self._look().models(to_operator=asked_by_admin(request), sees=caller_of(request).sees)
         return LoadedList(
             data=[
-                LoadedModel(
-                    id=model.id,
-                    tier=model.tier,
-                    engine=model.engine,
-                    memory=model.memory,
-                    memory_mib=sum(model.memory.values()),
-                    in_flight=model.in_flight,
-                    last_used_s_ago=model.last_used_s_ago,
-                    moving=model.moving,
-                )
+                # Its other fields are left out.
+                LoadedModel(**dict(model), memory_mib=sum(model.memory.values()))
                 for model in models
                 if model.tier != "cold"
             ]

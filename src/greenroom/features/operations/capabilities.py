@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Final
 
 from starlette.requests import Request
@@ -115,23 +116,15 @@ class Capabilities(View):
     health: views.HealthWord
 
 
+@dataclass(frozen=True)
 class CapabilityRoutes(Routes):
-    def __init__(
-        self,
-        shell: Shell,
-        resolver: Resolver,
-        library: Library,
-        watch: MemoryWatch,
-        loads: Loads,
-        look: Callable[[], Snapshot],
-    ) -> None:
-        self._shell = shell
-        self._resolver = resolver
-        self._library = library
-        self._watch = watch
-        self._loads = loads
-        self._look = look
-        self._kept: dict[Caller, tuple[float, Capabilities]] = {}
+    _shell: Shell
+    _resolver: Resolver
+    _library: Library
+    _watch: MemoryWatch
+    _loads: Loads
+    _look: Callable[[], Snapshot]
+    _kept: dict[Caller, tuple[float, Capabilities]] = field(default_factory=dict)
 
     @get(PATH, needs=Permission.ASK)
     async def capabilities(self, request: Request, response: Response) -> Capabilities:

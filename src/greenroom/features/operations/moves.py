@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable
-from typing import Protocol
 
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import MoveAsked
@@ -29,23 +28,23 @@ from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.loop import AsyncEffects
 from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.moves.mover import Mover
+from greenroom.runtime.operations.files import OperationKind
 from greenroom.runtime.shell import Shell
-
-
-class ComingVersions(Protocol):
-    def moves_only(self, coming: ModelId, name: ModelId) -> UpdateInProgress:
-        """The answer to orders for a version of this model that is on its way."""
-        ...
-
-
-def expect_movable(coming: ComingVersions, entry: Entry) -> None:
-    """Raises UpdateInProgress for a version that does not serve yet."""
-    if (name := entry.spec.version_of) is not None:
-        raise coming.moves_only(entry.id, name)
-
 
 # As for callers. The store itself is tried more often.
 RETRY_AFTER_S = 1.0
+
+
+def expect_movable(shell: Shell, entry: Entry) -> None:
+    """Raises UpdateInProgress for a version that does not serve yet: only its update moves it."""
+    if (name := entry.spec.version_of) is None:
+        return
+    updates = (row for row in shell.table if row.kind is OperationKind.UPDATE and row.model == name)
+    task = next((row.id for row in updates if not row.status.is_over), None)
+    raise UpdateInProgress(
+        f"{entry.id} is the next version of {name} and moves only by its update. Ask again after that.",
+        beside=None if task is None else {"taskId": task},
+    )
 
 
 class OperatorMoves:

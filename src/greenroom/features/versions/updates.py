@@ -19,7 +19,6 @@ from greenroom.base.repeated import AGAIN_S
 from greenroom.config.diff import Changes
 from greenroom.config.part import Apply, Part
 from greenroom.config.schema import Config, Model, ModelVersions
-from greenroom.core.model import ModelId
 from greenroom.errors import (
     BadRequest,
     FetchFailed,
@@ -205,14 +204,6 @@ class Updates(Part):
         if model in self._running:
             return None
         return self._errors.get(model) or (None if self.of(model).prepared is None else INTERRUPTED)
-
-    def moves_only(self, coming: ModelId, name: ModelId) -> UpdateInProgress:
-        """The answer to orders for a version of this model that is on its way: only its update moves it."""
-        running = self._running.get(name)
-        return UpdateInProgress(
-            f"{coming} is the next version of {name} and moves only by its update. Ask again after that.",
-            beside=None if running is None else {"taskId": running.row},
-        )
 
     async def submit(self, model: str, order: UpdateOrder, *, tenant: str, key: str) -> Operation:
         """Begin an update. Raises UpdateInProgress, ShuttingDown, BadRequest, or that the table has no room."""

@@ -1,7 +1,8 @@
-"""llama-swap's own API, for programs that watch it or tell it to unload: `/running`, `/unload`, `/logs`, `/api/events`.
+"""The APIs of llama-swap and llama.cpp as far as they do not ask a model: `/running`, `/unload`, `/logs` and
+`/api/events`; `/props`, `/slots`, `/models/load` and `/models/unload`.
 
-Owns the shapes of these answers, which are llama-swap's. What it has in common with Ollama or with us answers as there:
-`/api/version` is Ollama's, `/health` and `/metrics` are ours.
+Owns the shapes of these answers, which are theirs. What llama-swap has in common with Ollama or with us answers as
+there: `/api/version` is Ollama's, `/health` and `/metrics` are ours.
 """
 
 from __future__ import annotations
@@ -9,29 +10,33 @@ from __future__ import annotations
 import asyncio
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
 
 import msgspec
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
-from greenroom.api.declared import NeededOperation, Routes, SignedCall, get, of_all, post
-from greenroom.api.models.listing import ModelPath, addressed
+from greenroom.api.declared import NeededOperation, Routes, SignedCall, by_body, get, of_all, post
+from greenroom.api.models.listing import ModelPath, addressed, models_of_task
 from greenroom.api.overview import refuse_while_draining
 from greenroom.api.reports.snapshot import Snapshot
 from greenroom.api.reports.streams import PLAIN, LogFeed, Streams, plain_frame, refuse_head, shown_line
-from greenroom.api.views import StatusWord
-from greenroom.errors import MethodNotAllowed, ModelNotFound, NotFound
-from greenroom.features.operations.load_routes import Force
+from greenroom.api.views import GovernedOrder, StatusWord
+from greenroom.config.schema import Ability
+from greenroom.errors import BadRequest, MethodNotAllowed, ModelNotFound, NotFound
+from greenroom.features.operations.load_routes import Force, LoadAsked, LoadRoutes, Name, UnloadAsked, load_of
 from greenroom.features.operations.loads import Loads
-from greenroom.features.operations.moves import ComingVersions, expect_movable
+from greenroom.features.operations.moves import expect_movable
 from greenroom.features.operations.routes import ForceOrder, NoHistory, is_forced
 from greenroom.process.logs import LogRing, Subscription
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.observer import Hub
 from greenroom.runtime.shell import Shell
+from greenroom.serving.tasks import Tasks
 
 UNLOAD_ALL: Final = "/unload"
 UNLOAD: Final = "/api/models/unload"
@@ -46,17 +51,14 @@ def _unload(call: SignedCall) -> NeededOperation:
     return NeededOperation("model-unload", call.in_path())
 
 
+@dataclass(frozen=True)
 class LlamaSwapRoutes(Routes):
     in_schema = False
 
-    def __init__(
-        self, shell: Shell, loads: Loads, coming: ComingVersions, streams: Streams, look: Callable[[], Snapshot]
-    ) -> None:
-        self._shell = shell
-        self._loads = loads
-        self._coming = coming
-        self._streams = streams
-        self._look = look
+    _shell: Shell
+    _loads: Loads
+    _streams: Streams
+    _look: Callable[[], Snapshot]
 
     @get("/running", needs=Permission.ASK)
     async def running(self, request: Request) -> Response:
@@ -87,7 +89,7 @@ class LlamaSwapRoutes(Routes):
     ) -> Response:
         """Unload one model, by id or alias."""
         entry = addressed(self._shell.catalog, request)
-        expect_movable(self._coming, entry)
+        expect_movable(self._shell, entry)
         await self._unload(request, [entry], force or is_forced(order))
         return PlainTextResponse("OK")
 
@@ -268,3 +270,91 @@ class ModelStateFeed:
 
     def close(self) -> None:
         self._subscription.close()
+
+
+# --- llama.cpp ------------------------------------------------------------------------------------------------------
+
+
+ModelQuery = Annotated[str | None, Query(description="The model; else server.default_model.")]
+
+
+class NativeOrder(GovernedOrder):
+    model: Name
+
+
+class NativeUnload(NativeOrder):
+    force: bool = False
+    """Also if it is pinned."""
+
+
+@dataclass(frozen=True)
+class LlamaCppRoutes(Routes):
+    """Only the order to load a model loads one, and no answer holds a prompt: they are the gateway's own facts."""
+
+    in_schema = False
+
+    _shell: Shell
+    _tasks: Tasks
+    _loads: LoadRoutes
+    _look: Callable[[], Snapshot]
+
+    @get("/props", needs=Permission.ASK)
+    async def props(self, request: Request, model: ModelQuery = None) -> Response:
+        """What is known of a model without loading it."""
+        entry = self._entry(request, model)
+        abilities = entry.facts.abilities or frozenset()
+        shown: dict[str, Any] = {
+            "default_generation_settings": {"n_ctx": entry.config.ctx_size},
+            "total_slots": entry.engine.concurrency(entry.config),
+            "model_alias": entry.shown_id(to_operator=asked_by_admin(request)),
+            "modalities": {"vision": Ability.VISION in abilities, "audio": Ability.AUDIO in abilities},
+            "is_sleeping": self._view(request, entry).tier == "asleep",
+        }
+        if asked_by_admin(request):
+            shown["model_path"] = entry.config.path
+        return JSONResponse(shown)
+
+    @get("/slots", needs=Permission.ASK)
+    async def slots(self, request: Request, model: ModelQuery = None) -> Response:
+        """How many requests of a model are answered at once, and how many are now. No prompts."""
+        entry = self._entry(request, model)
+        view = self._view(request, entry)
+        count = 0 if view.tier != "ready" else view.concurrency or 0
+        return JSONResponse(
+            [
+                {"id": place, "n_ctx": entry.config.ctx_size, "is_processing": place < view.in_flight}
+                for place in range(count)
+            ]
+        )
+
+    @post("/models/load", needs=Permission.LOAD, signed=lambda call: load_of(call.named("model")))
+    async def load(self, request: Request, asked: NativeOrder) -> Response:
+        """Begin to load a model; GET /models tells when it is there."""
+        self._refuse_task(request, asked.model, "load")
+        await self._loads.start_load(request, Response(), LoadAsked(model=asked.model))
+        return JSONResponse({"success": True})
+
+    @post("/models/unload", needs=Permission.LOAD, signed=by_body("model-unload", "model"))
+    async def unload(self, request: Request, asked: NativeUnload) -> Response:
+        self._refuse_task(request, asked.model, "unload")
+        await self._loads.unload_model(request, UnloadAsked(model=asked.model, force=asked.force))
+        return JSONResponse({"success": True})
+
+    def _view(self, request: Request, entry: Entry) -> Any:
+        return self._look().model(entry, to_operator=asked_by_admin(request))
+
+    def _refuse_task(self, request: Request, name: str, order: str) -> None:
+        if models := models_of_task(self._tasks, self._shell.catalog, request, name):
+            ids = ", ".join(one.public_id for one in models)
+            raise BadRequest(f"{name} is a task: say which of its models to {order} ({ids}).", param="model")
+
+    def _entry(self, request: Request, name: str | None) -> Entry:
+        """The model of this name; of a task, its first candidate that the caller may use. Raises ModelNotFound."""
+        name = name or self._shell.config.server.default_model
+        if name is None:
+            raise BadRequest("Say which model by ?model=: there is no server.default_model.", param="model")
+        catalog = self._shell.catalog
+        entry = catalog.find(name) or next(iter(models_of_task(self._tasks, catalog, request, name)), None)
+        if entry is None or not caller_of(request).sees(entry.base_id):
+            raise ModelNotFound.named(name)
+        return entry
