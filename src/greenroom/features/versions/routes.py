@@ -3,8 +3,10 @@ shapes of requests and answers, and which model a call means that names none."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
+import msgspec
 from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
@@ -18,8 +20,7 @@ from greenroom.config.kinds import ID_CHARS_MAX
 from greenroom.config.marks import Described
 from greenroom.errors import BadRequest
 from greenroom.features.versions.desired import NUMBER_MAX
-from greenroom.features.versions.updates import ROUTE, UpdateFacts, UpdateOrder, Updates
-from greenroom.features.versions.weights import WeightsRef
+from greenroom.features.versions.updates import ROUTE, UpdateOrder, Updates
 from greenroom.library.orders import DownloadOrder, OrderRules, read_order
 from greenroom.library.records import Version, shown_as
 from greenroom.runtime.operations.files import Operation, OperationStatus
@@ -27,13 +28,6 @@ from greenroom.runtime.shell import Shell
 from greenroom.serving.versioned import versioned_model
 
 _ONE: Final = "/api/v1/models/{model_id:path}"
-_STATUS: Final[dict[OperationStatus, Literal["updating", "completed", "failed"]]] = {
-    OperationStatus.QUEUED: "updating",
-    OperationStatus.RUNNING: "updating",
-    OperationStatus.DONE: "completed",
-    OperationStatus.FAILED: "failed",
-    OperationStatus.CANCELLED: "failed",
-}
 Number = Annotated[int, Field(ge=1, le=NUMBER_MAX)]
 ModelName = Annotated[
     str | None, Query(max_length=ID_CHARS_MAX, description="Which model, where several are under version control.")
@@ -150,10 +144,10 @@ def _rollback(call: SignedCall) -> NeededOperation:
 _BEGUN: Final[dict[int | str, dict[str, Any]]] = {202: {"model": UpdateView, "description": "Begun; without `wait`."}}
 
 
+@dataclass(frozen=True)
 class VersionRoutes(Routes):
-    def __init__(self, shell: Shell, updates: Updates) -> None:
-        self._shell = shell
-        self._updates = updates
+    _shell: Shell
+    _updates: Updates
 
     @post(ROUTE, needs=Permission.MANAGE, signed=_update, responses=_BEGUN)
     async def update_model(
@@ -179,7 +173,13 @@ class VersionRoutes(Routes):
             model_repo_id=None if version is None else shown_as(version.repo_id, to_operator=is_admin),
             commit=None if version is None else version.commit,
             updating=updates.running(name) is not None,
-            desired=None if desired is None else _wanted(desired, to_operator=is_admin),
+            desired=None
+            if desired is None
+            else Desired(
+                model_repo_id=shown_as(desired.model_repo_id, to_operator=is_admin),
+                revision=desired.revision,
+                model_version=desired.number_asked,
+            ),
             error=None if error is None else UpdateFault(code=error.code, message=message),
         )
 
@@ -215,7 +215,7 @@ class VersionRoutes(Routes):
     async def _update(
         self, request: Request, response: Response, name: str, asked: UpdateAsked, wait: bool
     ) -> UpdateView:
-        order = UpdateOrder(WeightsRef(asked.model_repo_id, asked.revision), asked.model_version, asked.allow_gap)
+        order = UpdateOrder(asked.model_repo_id, asked.revision, asked.model_version, asked.allow_gap)
         return await self._begun(response, await self._updates.submit(name, order, **owner_of(request)), wait)
 
     async def _begun(self, response: Response, row: Operation, wait: bool) -> UpdateView:
@@ -228,17 +228,16 @@ class VersionRoutes(Routes):
         return await self._view(row)
 
     async def _view(self, row: Operation) -> UpdateView:
-        facts = await self._updates.facts(row)
+        facts = msgspec.structs.asdict(await self._updates.facts(row))
         return UpdateView(
+            **facts,
             taskId=row.id,
-            status=_STATUS[row.status],
+            status="completed"
+            if row.status is OperationStatus.DONE
+            else "failed"
+            if row.status.is_over
+            else "updating",
             model=row.model,
-            model_repo_id=facts.repo_id,
-            revision=facts.revision,
-            step=facts.step,
-            model_version=facts.number,
-            commit=facts.commit,
-            took_s=None if facts.took_s is None else round(facts.took_s, 3),
             error=None if row.error is None else row.error.message,
             errorCode=None if row.error is None else row.error.code,
         )
@@ -249,11 +248,6 @@ class VersionRoutes(Routes):
     def _named(self, request: Request) -> str:
         """The model in the path. Raises ModelNotFound, or BadRequest if it is not under version control."""
         return versioned_model(self._shell.config, name_in_path(request.scope), caller_of(request))
-
-
-def _wanted(update: UpdateFacts, *, to_operator: bool) -> Desired:
-    repo_id = shown_as(update.repo_id, to_operator=to_operator)
-    return Desired(model_repo_id=repo_id, revision=update.revision, model_version=update.number_asked)
 
 
 def _shown(version: Version, *, serves: bool, to_operator: bool) -> VersionView:

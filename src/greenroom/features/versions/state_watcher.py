@@ -24,7 +24,7 @@ from greenroom.errors import GreenroomError, UpdateInProgress
 from greenroom.features.versions.desired import DesiredState, read_state
 from greenroom.features.versions.store import NamedVersions
 from greenroom.features.versions.updates import UpdateOrder, Updates
-from greenroom.features.versions.weights import TENANT, WeightsRef
+from greenroom.features.versions.weights import TENANT
 from greenroom.library.records import Version
 from greenroom.telemetry.logs import get_logger
 
@@ -130,7 +130,8 @@ class DesiredStateWatcher(Part):
             await updates.settle(model, state.number)
             return
         order = UpdateOrder(
-            WeightsRef(state.repo_id, state.revision),
+            state.repo_id,
+            state.revision,
             state.number,
             state.allow_gap,
             back_to=_kept(known, state) if state.rollback else None,
