@@ -187,20 +187,14 @@ def _place(to: str | None, *, is_file: bool) -> FetchPlace:
 
 def live_view(live: Any, *, is_done: bool = False) -> View:
     """A download of our own in the shape in which a gateway tells of its own."""
+    import msgspec
+
     facts = live.facts_when_done() if is_done else live.facts()
     return {
+        **msgspec.to_builtins(facts),
         "status": "completed" if is_done else "downloading",
-        "commit": facts.commit,
         "progress": 1.0 if is_done else facts.progress,
-        "bytes": facts.bytes,
-        "total_bytes": facts.total_bytes,
-        "rate": facts.rate,
         "eta": facts.eta_s,
-        "waiting": facts.waits_for_other,
-        "destination": facts.destination,
-        "files": [{"path": file.path, "bytes": file.bytes, "total_bytes": file.total_bytes} for file in facts.files],
-        "files_downloaded": facts.files_downloaded,
-        "files_total": facts.files_total,
         "error": None,
     }
 

@@ -59,14 +59,15 @@ FILES_KEPT_MAX: Final = 200
 _LOST: Final = Failed("fetcher_lost", "The program that fetches ended without a word, again and again.")
 
 
-class DownloadFile(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class DownloadFile:
     path: str
-    bytes: int = 0
+    bytes: int
     total_bytes: int | None = None
 
 
 class DownloadFacts(msgspec.Struct, frozen=True):
-    """What is known of a download beside its row; kept when it has ended."""
+    """What is known of a download beside its row, in the words of its view; kept when it has ended."""
 
     destination: str = ""
     commit: str | None = None
@@ -76,7 +77,7 @@ class DownloadFacts(msgspec.Struct, frozen=True):
     files_total: int = 0
     files: tuple[DownloadFile, ...] = ()
     rate: float | None = None
-    waits_for_other: bool = False
+    waiting: bool = False
 
     @property
     def progress(self) -> float | None:
@@ -143,14 +144,14 @@ class LiveDownload:
                 DownloadFile(file.path, self.have.get(file.path, 0), file.bytes) for file in planned[:FILES_KEPT_MAX]
             ),
             rate=self.rate,
-            waits_for_other=self.waits,
+            waiting=self.waits,
         )
 
     def facts_when_done(self) -> DownloadFacts:
         """Everything planned is here. A file of unknown size is as large as what came."""
         facts = self.facts()
         files = tuple(
-            msgspec.structs.replace(file, bytes=size, total_bytes=size)
+            DownloadFile(file.path, size, size)
             for file in facts.files
             for size in (file.bytes if file.total_bytes is None else file.total_bytes,)
         )

@@ -31,7 +31,7 @@ from greenroom.features.operations.moves import expect_movable
 from greenroom.library.orders import DownloadOrder, OrderRules, read_order
 from greenroom.runtime.adhoc_model import ModelOptions, check_backend
 from greenroom.runtime.models import Models
-from greenroom.runtime.operations.files import Operation, OperationKind, OperationStatus
+from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
 from greenroom.runtime.shell import Shell
 from greenroom.serving.tasks import Tasks
 
@@ -145,11 +145,6 @@ class MoveResult(Described):
     took_s: float
 
 
-class OperationFault(BaseModel):
-    code: str
-    message: str
-
-
 class OperationView(Described):
     """A row of the table of operations."""
 
@@ -167,7 +162,7 @@ class OperationView(Described):
     """Seconds since 1970, as the other times."""
     started: float | None = None
     ended: float | None = None
-    error: OperationFault | None = None
+    error: OperationError | None = None
     result: MoveResult | None = None
     """Of a load or unload that is done."""
 
@@ -290,6 +285,6 @@ def _operation(row: Operation, facts: LoadFacts | None) -> OperationView:
         created=round(row.created, 3),
         started=row.started,
         ended=row.ended,
-        error=None if row.error is None else OperationFault(code=row.error.code, message=row.error.message),
+        error=row.error,
         result=None if took_s is None or mib is None else MoveResult(gpu_mib=mib, took_s=round(took_s, 3)),
     )

@@ -35,8 +35,8 @@ from greenroom.features.operations.moves import OperatorMoves
 from greenroom.library.orders import DownloadOrder, read_order
 from greenroom.runtime.adhoc_model import ModelOptions, Order
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.operations.facts import end_with, facts_of
-from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
+from greenroom.runtime.operations.facts import end_with, error_of, facts_of
+from greenroom.runtime.operations.files import Operation, OperationKind, OperationStatus
 from greenroom.runtime.resolver import Asker, Resolver
 from greenroom.runtime.shell import Shell
 from greenroom.telemetry.logs import get_logger
@@ -215,22 +215,24 @@ class Loads(Part):
 
     async def _run(self, row: Operation, steps: Steps) -> LoadFacts | GreenroomError:
         """What came of it, which is also in its row."""
+        outcome: LoadFacts | GreenroomError
         try:
             # At a restart a row that was not begun has failed just as one that was.
             with contextlib.suppress(OperationStoreFull):
                 await self._table.start(row.id)
-            facts = await steps()
-            await self._end(row.id, OperationStatus.DONE, None, facts)
-            return facts
+            outcome = await steps()
         except GreenroomError as error:
-            await self._fail(row.id, OperationError(error.code, error.message))
-            return error
+            outcome = error
         except Exception as bug:
             _log.bug(f"{row.kind.value} broke", bug, id=row.id)
-            await self._fail(row.id, OperationError("internal_error", "Something went wrong in the gateway."))
-            return GatewayBug(repr(bug))
-        finally:
-            self._fetches.pop(row.id, None)
+            outcome = GatewayBug(repr(bug))
+        if isinstance(outcome, LoadFacts):
+            await end_with(self._table, row.id, OperationStatus.DONE, None, outcome)
+        else:
+            await end_with(self._table, row.id, OperationStatus.FAILED, error_of(outcome), LoadFacts())
+        self._models.pop(row.id, None)
+        self._fetches.pop(row.id, None)
+        return outcome
 
     async def _loaded(self, model: ModelId, evict: tuple[ModelId, ...], force: bool) -> LoadFacts:
         began = self._loop.clock()
@@ -259,13 +261,6 @@ class Loads(Part):
         if state is None or state.status is not OperationStatus.DONE:
             why = "it was cancelled" if state is None or state.error is None else state.error.message
             raise LoadFailed(f"{order.name} could not be fetched: {why}")
-
-    async def _fail(self, id: str, error: OperationError) -> None:
-        await self._end(id, OperationStatus.FAILED, error, LoadFacts())
-
-    async def _end(self, id: str, status: OperationStatus, error: OperationError | None, facts: LoadFacts) -> None:
-        await end_with(self._table, id, status, error, facts)
-        self._models.pop(id, None)
 
     # --- watched ------------------------------------------------------------------------------------------------------
 

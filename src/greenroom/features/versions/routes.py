@@ -23,7 +23,7 @@ from greenroom.features.versions.desired import NUMBER_MAX
 from greenroom.features.versions.updates import ROUTE, UpdateOrder, Updates
 from greenroom.library.orders import DownloadOrder, OrderRules, read_order
 from greenroom.library.records import Version, shown_as
-from greenroom.runtime.operations.files import Operation, OperationStatus
+from greenroom.runtime.operations.files import Operation, OperationError, OperationStatus
 from greenroom.runtime.shell import Shell
 from greenroom.serving.versioned import versioned_model
 
@@ -80,11 +80,6 @@ class Desired(Described):
     """The least number that was asked for."""
 
 
-class UpdateFault(BaseModel):
-    code: str
-    message: str
-
-
 class ServedVersion(Described):
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
@@ -96,7 +91,7 @@ class ServedVersion(Described):
     updating: bool
     desired: Desired | None = None
     """What the running or the last, failed update wants; null if that is what serves."""
-    error: UpdateFault | None = None
+    error: OperationError | None = None
     """Why the last update failed; null while another one runs."""
 
 
@@ -180,7 +175,7 @@ class VersionRoutes(Routes):
                 revision=desired.revision,
                 model_version=desired.number_asked,
             ),
-            error=None if error is None else UpdateFault(code=error.code, message=message),
+            error=None if error is None else OperationError(error.code, message),
         )
 
     @post(f"{_ONE}/update", needs=Permission.MANAGE, signed=_update_one, responses=_BEGUN)

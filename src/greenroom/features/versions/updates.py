@@ -38,7 +38,7 @@ from greenroom.features.versions.weights import TENANT, VersionWeights
 from greenroom.library.records import Version
 from greenroom.runtime.known_models import KnownModels
 from greenroom.runtime.loop import Tickets
-from greenroom.runtime.operations.facts import end_with, facts_of
+from greenroom.runtime.operations.facts import end_with, error_of, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
 from greenroom.runtime.shell import Shell
 from greenroom.telemetry.logs import get_logger
@@ -293,8 +293,7 @@ class Updates(Part):
         return version
 
     async def _failed(self, row: Operation, running: RunningUpdate, error: GreenroomError) -> None:
-        model, is_bug = row.model, isinstance(error, GatewayBug)
-        said = OperationError(error.code, "Something went wrong in the gateway." if is_bug else error.message)
+        model, said = row.model, error_of(error)
         self._errors[model] = said
         _log.warning("update failed", model=model, step=running.facts.step, code=said.code, error=said.message)
         with contextlib.suppress(OperationStoreFull):
