@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand
 from greenroom.cli.failures import CommandFailed, ExitStatus, WrongUsage
-from greenroom.errors import ConfigError, GreenroomError
 
 if TYPE_CHECKING:
     from greenroom.features.governance.tokens import Presented
@@ -32,20 +31,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def _sub(commands: Any, name: str, about: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
-    parser.set_defaults(run_token=run)
+    parser.set_defaults(run=run)
     return parser
 
 
-def _run(args: argparse.Namespace) -> None:
-    try:
-        args.run_token(args)
-    except ConfigError:
-        raise
-    except GreenroomError as error:
-        raise CommandFailed(error.message) from None
-
-
-TOKEN = Subcommand("token", "Sign operations: make keys and tokens, add signatures, check.", _add_options, _run)
+TOKEN = Subcommand("token", "Sign operations: make keys and tokens, add signatures, check.", _add_options)
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ class GovernanceGate(Part):
         self._make_nonces = make_nonces
         self._nonces: Nonces | None = None
         self._audit = audit
-        self._refusals = Refusals(audit.append, fold_s)
+        self._refusals = Refusals(audit, fold_s)
         self._clock = clock
 
     async def open(self) -> None:
@@ -268,11 +268,10 @@ def _of(call: GovernedCall) -> dict[str, Any]:
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
     """With texts that can be written: a caller's may hold half of a surrogate pair."""
-    return {key: _writable(value) if isinstance(value, str) else value for key, value in fields.items()}
-
-
-def _writable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return {
+        key: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+        for key, value in fields.items()
+    }
 
 
 # --- refused calls in the audit log ---------------------------------------------------------------------------------
@@ -301,10 +300,10 @@ class _Folded:
 
 
 class Refusals:
-    """`append` writes a line of the log. A line that cannot be written is counted; the call is refused in any case."""
+    """A line that cannot be written is counted; the call is refused in any case."""
 
-    def __init__(self, append: Callable[[Mapping[str, Any]], Awaitable[None]], fold_s: float = FOLD_S) -> None:
-        self._append = append
+    def __init__(self, audit: AuditLog, fold_s: float = FOLD_S) -> None:
+        self._audit = audit
         self._fold_s = fold_s
         # By the name of the key and the code: both are few, whatever callers send.
         self._folded: dict[Subject, _Folded] = {}
@@ -320,7 +319,7 @@ class Refusals:
         timer = asyncio.get_running_loop().call_later(self._fold_s, self._end, subject)
         self._folded[subject] = folded = _Folded(timer)
         try:
-            await self._append({"event": "refused", **fields})
+            await self._audit.append({"event": "refused", **fields})
         except AuditUnavailable:
             folded.add(fields)
 
@@ -346,7 +345,7 @@ class Refusals:
         last = {"lastAt": folded.last_at, "lastRequest": folded.last_request}
         told = {"repeats": folded.count, "operations": sorted(folded.operations), **last}
         try:
-            await self._append({"event": "refused", "key": key, "code": code, **told})
+            await self._audit.append({"event": "refused", "key": key, "code": code, **told})
         except AuditUnavailable:
             if self._is_closed:
                 return

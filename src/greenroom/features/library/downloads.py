@@ -11,9 +11,9 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -45,7 +45,6 @@ from greenroom.telemetry.logs import get_logger
 _log = get_logger("downloads")
 
 ROUTE: Final = "/v1/models/download"
-PRIORITY: Final = 0
 # By which downloads of updates are known: no key of a caller has an empty name.
 NO_KEY: Final = ""
 # A program that ended without a word is started again, so often in a row without a byte in between.
@@ -197,7 +196,7 @@ class Downloads(Part):
             key=key,
             model=order.name,
             route=ROUTE,
-            priority=PRIORITY,
+            priority=0,
             retry=retry,
         )
         self.pump()
@@ -279,7 +278,9 @@ class Downloads(Part):
         ]
         for row in waiting[: max(0, room)]:
             live = self._live[row.id] = LiveDownload(row.id)
-            self._own(self._run(live))
+            task = asyncio.get_running_loop().create_task(self._run(live))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         for live in self._live.values():
             if live.process is not None:
                 live.process.set_rate(self._rate())
@@ -288,15 +289,10 @@ class Downloads(Part):
         mib_s = self._shell.config.library.bandwidth_mib_s
         return None if mib_s is None else mib_s * MIB / max(1, len(self._live))
 
-    def _own(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _run(self, live: LiveDownload) -> None:
         try:
             outcome = await self._outcome(live)
-            if not self._is_closed or live.is_cancelled or not _is_lost(outcome):
+            if not self._is_closed or live.is_cancelled or outcome is not _LOST:
                 await self._finish(live, outcome)
         except Exception as bug:
             _log.bug("download broke", bug, download=live.id)
@@ -388,7 +384,3 @@ class Downloads(Part):
             await self.library.refresh()
         except Exception as bug:
             _log.bug("the library did not look", bug)
-
-
-def _is_lost(outcome: Done | Failed) -> bool:
-    return outcome is _LOST

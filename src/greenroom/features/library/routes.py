@@ -243,7 +243,7 @@ class LibraryRoutes(Routes):
             )
         if users and not force:
             raise _in_use(record, users, [entry for entry in users if self._slots(entry)])
-        if not force and await self._is_used_elsewhere(record):
+        if not force and await _answered(record, self._versions.are_used_elsewhere(record.path)):
             raise _used_elsewhere(record)
         unloaded = [entry.id for entry in users if self._slots(entry)]
         for model in unloaded:
@@ -297,10 +297,6 @@ class LibraryRoutes(Routes):
         entries = [entry for entry in shell.catalog if entry.id in shell.config.models or self._slots(entry)]
         others = [one for one in self._library.records if one is not record]
         return await _answered(record, run_detached(lambda: _sharing(record, others, entries), "compare files"))
-
-    async def _is_used_elsewhere(self, record: LibraryRecord) -> bool:
-        """Raises RemovalFailed."""
-        return await _answered(record, self._versions.are_used_elsewhere(record.path))
 
 
 async def _answered(record: LibraryRecord, asked: Awaitable[Answer]) -> Answer:

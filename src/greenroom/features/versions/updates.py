@@ -218,7 +218,7 @@ class Updates(Part):
         # No update begins while it is written: both write the whole record.
         running = self._running[model] = RunningUpdate(UpdateFacts("", step="settling"))
         try:
-            await self._changes.write(model, msgspec.structs.replace(self.of(model), state=state))
+            await self._store.put(model, msgspec.structs.replace(self.of(model), state=state))
         finally:
             del self._running[model]
             running.begun.set()
@@ -297,7 +297,7 @@ class Updates(Part):
         self._errors[model] = said
         _log.warning("update failed", model=model, step=running.facts.step, code=said.code, error=said.message)
         with contextlib.suppress(OperationStoreFull):
-            await self._changes.write(model, self.of(model).failed(self._fetched.get(model, ())))
+            await self._store.put(model, self.of(model).failed(self._fetched.get(model, ())))
         # A first version is tried again, with what is there already.
         if self.of(model).current is not None:
             await self._remove(model)
@@ -359,7 +359,7 @@ class Updates(Part):
         try:
             weights, entries = self._weights, tuple(self._shell.catalog)
             later = await weights.remove_unused(unused, in_use, entries) if unused else []
-            await self._changes.write(model, msgspec.structs.replace(self.of(model), leaving=tuple(later)))
+            await self._store.put(model, msgspec.structs.replace(self.of(model), leaving=tuple(later)))
             await self._weights.use_only(self._known())
         except Exception as error:
             # The update has ended as it has: files that stay are no part of that.

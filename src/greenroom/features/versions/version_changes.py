@@ -31,13 +31,12 @@ from greenroom.errors import (
     WouldInterrupt,
 )
 from greenroom.features.operations.moves import OperatorMoves
-from greenroom.features.versions.store import NamedVersions, VersionStore
+from greenroom.features.versions.store import VersionStore
 from greenroom.library.records import Version
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.known_models import KnownModels
 from greenroom.runtime.loop import Tickets
 from greenroom.runtime.moves.process_moves import EngineCall
-from greenroom.runtime.operations.files import disk_failed
 from greenroom.runtime.shell import Shell
 
 # Of an engine's own words in the error of a warm-up.
@@ -85,7 +84,7 @@ class VersionChanges:
         """Let the name mean this version. Raises what went wrong; the old version serves then."""
         assert model.versions is not None
         coming = await self._checked(name, model, version)
-        await self.write(name, msgspec.structs.replace(self._store.of(name), prepared=version))
+        await self._store.put(name, msgspec.structs.replace(self._store.of(name), prepared=version))
         update.at("loading")
         try:
             self._add(coming)
@@ -103,13 +102,6 @@ class VersionChanges:
             raise
         finally:
             self._release(name)
-
-    async def write(self, name: str, versions: NamedVersions) -> None:
-        """Raises OperationStoreFull if the disk does not take it."""
-        try:
-            await run_detached(lambda: self._store.put(name, versions), "write versions")
-        except OSError as error:
-            raise disk_failed(error) from error
 
     async def close(self) -> None:
         for task in self._coming_back:
@@ -242,7 +234,7 @@ class VersionChanges:
                 )
             # A reload may have made it anew.
             coming, after = now, self._store.of(name).promoted(version, model.versions.keep)
-            writing = asyncio.ensure_future(self.write(name, after))
+            writing = asyncio.ensure_future(self._store.put(name, after))
             try:
                 await asyncio.shield(writing)
             except asyncio.CancelledError:
