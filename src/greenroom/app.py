@@ -426,7 +426,7 @@ def make_management(gateway: App, streams: Streams | None = None) -> Management:
     loads = LoadRoutes(shell, gateway.models, gateway.tasks, gateway.loads)
     loads.add_to(app)
     LlamaCppRoutes(shell, gateway.tasks, loads, look).add_to(app)
-    library = LibraryRoutes(shell, gateway.library, gateway.loads, gateway.updates, look)
+    library = LibraryRoutes(shell, gateway.library, gateway.loads, gateway.versions, look)
     library.add_to(app)
     Listing(gateway.catalog, gateway.resolver, gateway.tasks, look).add_to(app)
     OllamaRoutes(

@@ -279,7 +279,9 @@ class FakeGateway:
         self.governance = GovernanceGate(lambda: NOTHING_USED, UNWRITTEN)
         self.keys = KeyRing(lambda: None)
         # Tests of their routes have a whole gateway.
-        self.downloads = self.updates = self.jobs = self.pictures = self.bodies = self.spending = self.usage = None
+        self.downloads = self.updates = self.versions = self.jobs = self.pictures = self.bodies = self.spending = (
+            self.usage
+        ) = None
         # Parts of which routes ask few things, which are all here.
         self.shell = self.requests = self.remote = self.models = self.hosted_moves = self
         # What was to be forgotten, and what comes of it.

@@ -12,15 +12,14 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import caller_of, order_to_fetch
 from greenroom.api.declared import NEVER, NeededOperation, Routes, SignedCall, delete, get, post
-from greenroom.api.views import FromList, GovernedOrder
-from greenroom.config.marks import Described
+from greenroom.api.views import FromList, GovernedOrder, View
 from greenroom.errors import BadRequest, NotFound, shown
 from greenroom.features.library.downloads import ROUTE, DownloadFacts, DownloadFile, Downloads
 from greenroom.library.orders import PATTERNS_MAX, DownloadOrder, OrderRules, read_order
@@ -65,9 +64,7 @@ class DownloadTaken(BaseModel):
     status: Status = "pending"
 
 
-class DownloadView(Described):
-    model_config = ConfigDict(frozen=True)
-
+class DownloadView(View):
     job_id: str
     status: Status
     model: str

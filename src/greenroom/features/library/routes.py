@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any, Final, Protocol, TypeVar
@@ -166,16 +165,9 @@ class Unloading(Protocol):
     async def unload(self, model: ModelId, grace_s: float | None, *, force: bool, tenant: str, key: str) -> object: ...
 
 
-class VersionFiles(Protocol):
-    """Which files are versions of models, here and at other gateways."""
-
+class KeptVersions(Protocol):
     def kept_by(self, path: str) -> str | None:
         """The model of which this is a version that does not serve now, and is kept."""
-
-    def deleting(self, path: str, *, force: bool) -> AbstractContextManager[None]:
-        """Keep other gateways from using this. Blocks. Raises BlockingIOError if one does and not `force`."""
-
-    async def are_used_elsewhere(self, path: str) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -183,7 +175,7 @@ class LibraryRoutes(Routes):
     _shell: Shell
     _library: Library
     _loads: Unloading
-    _versions: VersionFiles
+    _versions: KeptVersions
     _look: Callable[[], Snapshot]
 
     @get(INVENTORY, needs=Permission.ASK, response_class=Response, responses={200: {"model": InventoryView}})
@@ -243,8 +235,11 @@ class LibraryRoutes(Routes):
             )
         if users and not force:
             raise _in_use(record, users, [entry for entry in users if self._slots(entry)])
-        if not force and await _answered(record, self._versions.are_used_elsewhere(record.path)):
-            raise _used_elsewhere(record)
+        if not force:
+            locks = self._library.locks
+            looking = run_detached(lambda: locks.is_used_elsewhere(record.path), "look for users of weights")
+            if await _answered(record, looking):
+                raise _used_elsewhere(record)
         unloaded = [entry.id for entry in users if self._slots(entry)]
         for model in unloaded:
             await self._loads.unload(model, None, force=force, **owner_of(request))
@@ -256,7 +251,7 @@ class LibraryRoutes(Routes):
     def _deleting(self, record: LibraryRecord, *, force: bool) -> Iterator[None]:
         """Other gateways cannot begin to use it meanwhile. Blocks. Raises ModelInUse if one has since it was looked."""
         try:
-            with self._versions.deleting(record.path, force=force):
+            with self._library.locks.deleting(record.path, force=force):
                 yield
         except BlockingIOError:
             raise _used_elsewhere(record) from None

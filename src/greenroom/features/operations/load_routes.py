@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Annotated, Final, Literal
 
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,7 +24,6 @@ from greenroom.api.overview import refuse_while_draining
 from greenroom.api.views import GovernedOrder, View
 from greenroom.base.names import public_name
 from greenroom.config.kinds import COUNT_MAX, MIB_MAX
-from greenroom.config.marks import Described
 from greenroom.errors import Unsupported
 from greenroom.features.operations.loads import ROUTE, UNLOAD_ROUTE, LoadFacts, Loads
 from greenroom.features.operations.moves import expect_movable
@@ -96,9 +95,7 @@ class LoadTaken(BaseModel):
     """Seconds, by how long it took before."""
 
 
-class LoadView(Described):
-    model_config = ConfigDict(frozen=True)
-
+class LoadView(View):
     taskId: str  # noqa: N815
     status: Status
     modelId: str  # noqa: N815
@@ -137,18 +134,14 @@ class Pinned(View):
     pinned: bool
 
 
-class MoveResult(Described):
-    model_config = ConfigDict(frozen=True)
-
+class MoveResult(View):
     gpu_mib: int
     """What a load took of GPUs, or what an unload freed."""
     took_s: float
 
 
-class OperationView(Described):
+class OperationView(View):
     """A row of the table of operations."""
-
-    model_config = ConfigDict(frozen=True)
 
     id: str
     """`taskId` or `job_id` where its own route tells more of it."""

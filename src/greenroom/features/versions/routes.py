@@ -8,16 +8,15 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from greenroom.access.keys import Caller, Permission
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, get, name_in_path, post
-from greenroom.api.views import GovernedOrder
+from greenroom.api.views import GovernedOrder, View
 from greenroom.config.kinds import ID_CHARS_MAX
-from greenroom.config.marks import Described
 from greenroom.errors import BadRequest
 from greenroom.features.versions.desired import NUMBER_MAX
 from greenroom.features.versions.updates import ROUTE, UpdateOrder, Updates
@@ -36,8 +35,6 @@ Wait = Annotated[bool, Query(description="Answer when the update has ended.")]
 
 
 class UpdateAsked(GovernedOrder):
-    model_config = ConfigDict(protected_namespaces=())
-
     model_repo_id: Annotated[str, Field(min_length=1, max_length=4_096)]
     """A repository of the hub, as org/name or org/name:QUANTIZATION, or a path below the folders of models."""
     revision: Annotated[str, Field(min_length=1, max_length=200)] | None = None
@@ -53,9 +50,7 @@ class RollbackAsked(GovernedOrder):
     """The number of a version that is kept; the last one before the current when not given."""
 
 
-class UpdateView(Described):
-    model_config = ConfigDict(frozen=True, protected_namespaces=())
-
+class UpdateView(View):
     taskId: str  # noqa: N815
     status: Literal["updating", "completed", "failed"]
     model: str
@@ -71,18 +66,14 @@ class UpdateView(Described):
     errorCode: str | None = None  # noqa: N815
 
 
-class Desired(Described):
-    model_config = ConfigDict(frozen=True, protected_namespaces=())
-
+class Desired(View):
     model_repo_id: str
     revision: str | None = None
     model_version: int | None = None
     """The least number that was asked for."""
 
 
-class ServedVersion(Described):
-    model_config = ConfigDict(frozen=True, protected_namespaces=())
-
+class ServedVersion(View):
     model: str
     model_version: int | None
     """Null until it has its first version."""
@@ -95,9 +86,7 @@ class ServedVersion(Described):
     """Why the last update failed; null while another one runs."""
 
 
-class VersionView(BaseModel):
-    model_config = ConfigDict(frozen=True, protected_namespaces=())
-
+class VersionView(View):
     model_version: int
     model_repo_id: str
     commit: str | None = None

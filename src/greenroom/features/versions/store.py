@@ -106,6 +106,11 @@ class VersionStore(Part):
     def of(self, model: str) -> NamedVersions:
         return self._models.get(model, NamedVersions())
 
+    def kept_by(self, path: str) -> str | None:
+        """The model of which this is a version that does not serve now, and is kept."""
+        models = self._live.config.models
+        return next((name for name in models for one in self.of(name).kept if one.path == path), None)
+
     async def put(self, model: str, versions: NamedVersions) -> None:
         """Write this. Raises OperationStoreFull if the disk does not take it, and then nothing has changed."""
         try:

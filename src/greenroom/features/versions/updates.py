@@ -143,19 +143,6 @@ class Updates(Part):
     def running(self, model: str) -> UpdateFacts | None:
         return None if (found := self._running.get(model)) is None else found.facts
 
-    def kept_by(self, path: str) -> str | None:
-        """The model of which this is a version that does not serve now, and is kept."""
-        models = self._shell.config.models
-        return next((name for name in models for one in self.of(name).kept if one.path == path), None)
-
-    async def are_used_elsewhere(self, path: str) -> bool:
-        """Whether another gateway serves or keeps what lies there as a version, and this one does not."""
-        return await self._weights.are_used_elsewhere(path)
-
-    def deleting(self, path: str, *, force: bool) -> contextlib.AbstractContextManager[None]:
-        """Keep other gateways from using this. Blocks. Raises BlockingIOError if one does and not `force`."""
-        return self._weights.deleting(path, force=force)
-
     def desired(self, model: str) -> UpdateFacts | None:
         """What the running or the last, failed update wants; None if that serves already."""
         running = self._running.get(model)

@@ -17,7 +17,7 @@ from greenroom.base.detached import run_detached
 from greenroom.config.schema import Model
 from greenroom.errors import BadRequest, FetchFailed, GreenroomError, PathNotFound, UnusableModel, shown
 from greenroom.features.library.downloads import NO_KEY, DownloadFacts, Downloads
-from greenroom.library.download_locks import DownloadLocks, close_all, disown
+from greenroom.library.download_locks import close_all, disown
 from greenroom.library.orders import read_order
 from greenroom.library.records import ENGINE_OF_KIND, BrokenModel, LibraryRecord, ModelKind, Version
 from greenroom.library.removal import removed_paths
@@ -38,9 +38,9 @@ BEGIN_EVERY_S: Final = 0.1
 
 class VersionWeights:
     def __init__(self, downloads: Downloads) -> None:
-        self._library = library = downloads.library
+        self._library = downloads.library
         self._downloads = downloads
-        self._marks = DownloadLocks(lambda: library.roots)
+        self._locks = downloads.library.locks
 
     async def found(self, model: Model, name: str, revision: str | None, fetched: set[str]) -> Version:
         """The weights on disk, as a version without a number. Paths that were fetched for it are added to `fetched`,
@@ -76,7 +76,7 @@ class VersionWeights:
         """Locks that keep other gateways from deleting what is being fetched. Raises FetchFailed."""
         for _ in range(BEGIN_TRIES):
             try:
-                return await run_detached(self._marks.begin_fetch, "begin to fetch", unclaimed=close_all)
+                return await run_detached(self._locks.begin_fetch, "begin to fetch", unclaimed=close_all)
             except BlockingIOError:
                 await asyncio.sleep(BEGIN_EVERY_S)
         raise FetchFailed("Another gateway has been deleting weights for a minute; ask again.")
@@ -120,12 +120,12 @@ class VersionWeights:
 
     def _mark_all(self, paths: Iterable[str]) -> None:
         for path in paths:
-            self._marks.mark(path)
+            self._locks.mark(path)
 
     async def _used(self, path: str) -> bool:
         """Let no other gateway delete this. True if an update fetched it, here or elsewhere. Raises FetchFailed."""
         try:
-            return await run_detached(lambda: self._marks.use(path), "use weights")
+            return await run_detached(lambda: self._locks.use(path), "use weights")
         except BlockingIOError:
             raise FetchFailed("The weights are just being deleted by another gateway; ask again.") from None
 
@@ -133,28 +133,20 @@ class VersionWeights:
         """Let no gateway ever delete these: an operator names them, whichever gateway fetched them."""
         await run_detached(lambda: disown(_meant_by(paths)), "keep configured weights")
 
-    async def are_used_elsewhere(self, path: str) -> bool:
-        """Whether another gateway serves or keeps what lies there as a version, and this one does not."""
-        return await run_detached(lambda: self._marks.is_used_elsewhere(path), "look for users of weights")
-
-    def deleting(self, path: str, *, force: bool) -> contextlib.AbstractContextManager[None]:
-        """Keep other gateways from using this. Blocks. Raises BlockingIOError if one does and not `force`."""
-        return self._marks.deleting(path, force=force)
-
     async def use(self, versions: Collection[Version]) -> None:
         """Let no other gateway delete what these need."""
 
         def use() -> None:
             for version in versions:
                 with contextlib.suppress(BlockingIOError):
-                    self._marks.use(version.path)
+                    self._locks.use(version.path)
 
         await run_detached(use, "use weights")
 
     async def use_only(self, versions: Collection[Version]) -> None:
         """The same, and let them delete what these do not need."""
         await self.use(versions)
-        await run_detached(lambda: self._marks.use_only({version.path for version in versions}), "use weights")
+        await run_detached(lambda: self._locks.use_only({version.path for version in versions}), "use weights")
 
     def _is_wanted_by_others(self, ours: Operation) -> bool:
         """True if a user ordered the same meanwhile."""
@@ -171,7 +163,7 @@ class VersionWeights:
         for path in await run_detached(lambda: _unused(paths, used), "compare versions"):
             try:
                 locks = await run_detached(
-                    lambda: self._marks.take(path),  # noqa: B023
+                    lambda: self._locks.take(path),  # noqa: B023
                     "look for users of weights",
                     unclaimed=lambda locks: close_all(locks or ()),
                 )
@@ -183,7 +175,7 @@ class VersionWeights:
             try:
                 await self._remove(path, used)
             finally:
-                await run_detached(lambda: self._marks.let_go(path, locks), "let go of weights")  # noqa: B023
+                await run_detached(lambda: self._locks.let_go(path, locks), "let go of weights")  # noqa: B023
         return later
 
     async def _remove(self, path: str, used: Collection[str]) -> None:
