@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -165,7 +166,7 @@ def _verify(args: argparse.Namespace) -> None:
     section = loader.load(loader.find(args.config)).config.governance
     presented = _presented(args)
     token = presented.token
-    proven = sorted(load_keys(section).proven(presented, section.clock_skew_s))
+    proven = sorted(load_keys(section).proven(presented))
     if args.body is not None and token.body_sha256 != sha256_of(_body(args.body)):
         raise CommandFailed("the token was signed for another body")
     left_s = round(token.issued_at + section.window_s - time.time())
@@ -212,8 +213,7 @@ def _audit(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise CommandFailed(f"{path} cannot be read: {why(error)}") from None
     if args.json:
-        told: dict[str, Any] = {"ok": found.problem is None, "lines": found.lines, "head": found.head}
-        screen.say_json({**told, "cut": list(found.cut), "bad_line": found.bad_line, "problem": found.problem})
+        screen.say_json({"ok": found.problem is None, **asdict(found)})
         return ExitStatus.OK if found.problem is None else ExitStatus.FAILED
     if found.problem is not None:
         raise CommandFailed(f"{path}: line {found.bad_line}: {found.problem}")

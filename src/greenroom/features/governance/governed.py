@@ -42,7 +42,7 @@ class GovernedRoutes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the application answer, if the call needs no token or has one. Raises the error to answer with."""
-        found = None if self._gate.rules is None else route_of(self.routes, scope)
+        found = None if self._gate.keys is None else route_of(self.routes, scope)
         if found is None or (signed := found[0].declared.signed) is None:
             await self._app(scope, receive, send)
             return
@@ -72,9 +72,8 @@ class GovernedRoutes:
             return None, body
 
         async def find_done() -> tuple[Done, ...]:
-            judged = await self._models.judged(needed, fields, scope["state"]["caller"])
-            scope["state"]["fetch"] = judged.fetch
-            return judged.done
+            done, scope["state"]["fetch"] = await self._models.judged(needed, fields, scope["state"]["caller"])
+            return done
 
         bound = {key: value for key, value in fields.items() if key not in needed.unbound}
         return GovernedCall(needed.operation, needed.model, bound, token, find_done, _about(scope)), body

@@ -40,14 +40,6 @@ LOOK_MAX_S: Final = 20.0
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True, slots=True)
-class JudgedCall:
-    """All that a call does, and the order to fetch that it may carry out; None if it may fetch nothing."""
-
-    done: tuple[Done, ...]
-    fetch: DownloadOrder | None = None
-
-
 @dataclass(frozen=True)
 class GovernedModels:
     _shell: Shell
@@ -57,8 +49,11 @@ class GovernedModels:
     _updates: Updates
     _deletion: LibraryRoutes
 
-    async def judged(self, needed: NeededOperation, fields: Mapping[str, Any], caller: Caller) -> JudgedCall:
-        """What the rules are asked about. Raises GreenroomError."""
+    async def judged(
+        self, needed: NeededOperation, fields: Mapping[str, Any], caller: Caller
+    ) -> tuple[tuple[Done, ...], DownloadOrder | None]:
+        """All that a call does, by which the rules judge it, and what it may fetch; None for nothing. Raises
+        GreenroomError."""
         operation, model = needed.operation, needed.model
         done = [Done("model-unload", await self._names_of(name)) for name in needed.evicted]
         if operation == "model-update":
@@ -75,7 +70,7 @@ class GovernedModels:
             done += [Done("model-delete", names) for names in users]
             if "force" in fields:
                 done += [Done("model-unload", names) for names in users]
-        return JudgedCall(tuple(done), fetch)
+        return tuple(done), fetch
 
     def _updated(self, model: str | None, caller: Caller) -> str | None:
         """The model that an update is for. What is refused later may be any."""
