@@ -187,18 +187,8 @@ class Downloads(Part):
         if self._shell.is_draining:
             raise ShuttingDown("The gateway is shutting down and takes no more downloads.")
         await self._place(order)
-        row = await self._table.add(
-            OperationKind.DOWNLOAD,
-            order,
-            (),
-            0,
-            tenant=tenant,
-            key=key,
-            model=order.name,
-            route=ROUTE,
-            priority=0,
-            retry=retry,
-        )
+        kind, name = OperationKind.DOWNLOAD, order.name
+        row = await self._table.add(kind, order, tenant=tenant, key=key, model=name, route=ROUTE, retry=retry)
         self.pump()
         return row
 

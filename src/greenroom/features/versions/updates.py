@@ -165,9 +165,8 @@ class Updates(Part):
         await self._expect_rest(model)
         facts = UpdateFacts(order.repo_id, order.revision, "queued", number_asked=order.number)
         running = self._running[model] = RunningUpdate(facts)
-        about = {"tenant": tenant, "key": key, "model": model, "route": ROUTE}
         try:
-            row = await self._table.add(OperationKind.UPDATE, b"", (), 0, **about, priority=0, retry=False)
+            row = await self._table.add(OperationKind.UPDATE, tenant=tenant, key=key, model=model, route=ROUTE)
             running.row = row.id
         except BaseException:
             del self._running[model]
