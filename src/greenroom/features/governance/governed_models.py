@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -149,7 +149,7 @@ class GovernedModels:
         places = await self._looked(lambda: _on_disk(told, name, library.roots), name)
         if any(library.find(place) is None for place in places):
             # It may have come since the last look.
-            await self._refreshed(name)
+            await _answered(library.refresh(), name)
         on_disk = [one for place in places if (one := library.find(place)) is not None]
         # The order that stands for a name may have chosen another file.
         if ordered := [one for record in on_disk if (one := self._resolver.ordered(record)) is not record]:
@@ -193,21 +193,14 @@ class GovernedModels:
         return [one for one in self._shell.catalog if one.config.path and not one.is_adhoc]
 
     async def _looked(self, look: Callable[[], Answer], name: str) -> Answer:
-        """The answer of the disk. Raises NotAllowed if there is none."""
-        with _answers(name):
-            async with asyncio.timeout(LOOK_MAX_S):
-                return await run_detached(look, "look for a governed model")
-
-    async def _refreshed(self, name: str) -> None:
-        with _answers(name):
-            async with asyncio.timeout(LOOK_MAX_S):
-                await self._library.refresh()
+        return await _answered(run_detached(look, "look for a governed model"), name)
 
 
-@contextlib.contextmanager
-def _answers(name: str) -> Iterator[None]:
+async def _answered(asked: Awaitable[Answer], name: str) -> Answer:
+    """The answer of the disk. Raises NotAllowed if there is none."""
     try:
-        yield
+        async with asyncio.timeout(LOOK_MAX_S):
+            return await asked
     except TimeoutError:
         raise NotAllowed(f"The folders of models do not answer: what {shown(name)} is cannot be told.") from None
 

@@ -88,10 +88,6 @@ class UnloadOrder(ForceOrder):
     """How long running answers may go on; the model's own `grace_s` when not given."""
 
 
-class SleepOrder(UnloadOrder):
-    pass
-
-
 class Moved(View):
     model: str
     tier: views.Tier
@@ -171,7 +167,7 @@ class Operating(Routes):
         return self._moved(request, entry, began)
 
     @post(f"{_ONE}/sleep", needs=Permission.LOAD, signed=by_path("model-unload"))
-    async def sleep(self, request: Request, model_id: ModelPath, order: SleepOrder | None = None) -> Moved:
+    async def sleep(self, request: Request, model_id: ModelPath, order: UnloadOrder | None = None) -> Moved:
         """Send a model that is ready to the green room: its GPU memory is freed, its weights stay in host memory.
 
         Waiting requests are rejected, running answers may go on for `grace_s`, then are cut. A model that is not ready
@@ -329,7 +325,7 @@ class Caches(Routes):
         """Empty prefix caches. An admin's key may flush everything, another key only its tenant's entries."""
         caller = caller_of(request)
         model = self._model(order, caller)
-        tenant = _tenant(order, request.scope.get("state", {}))
+        tenant = _tenant(order, caller)
         tag = _tag(order)
         # Requests that are served from now on get other salts, also of models that are asleep or cold.
         self._salts.flush(model, tenant, tag)
@@ -407,19 +403,16 @@ def _sum(counts: Sequence[int | None]) -> int | None:
     return sum(known) if len(known) == len(counts) else None
 
 
-def _tenant(order: FlushOrder, state: dict[str, Any]) -> str | None:
+def _tenant(order: FlushOrder, caller: Caller) -> str | None:
     """The tenant whose entries to flush, by its name in the engine; None for all tenants. Raises NotAllowed."""
-    asked = order.tenantId
-    caller = state.get("caller")
-    if not (isinstance(caller, Caller) and caller.may(Permission.FLUSH)):
-        asked = _own_tenant(order, caller)
+    asked = order.tenantId if caller.may(Permission.FLUSH) else _own_tenant(order, caller)
     if asked is None and order.scope == "tenant":
         raise BadRequest("tenantId says whose cache to flush.", param="tenantId")
     return asked
 
 
-def _own_tenant(order: FlushOrder, caller: Caller | None) -> str:
-    own = None if caller is None else caller.tenant
+def _own_tenant(order: FlushOrder, caller: Caller) -> str:
+    own = caller.tenant
     if own is None or order.scope in ("all", "model") or order.tenantId not in (None, own):
         raise NotAllowed(
             "A key without `admin: true` may flush its own tenant only: scope tenant, or scope tag, and no other "
