@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlsplit
 
 from greenroom.cli import address, screen
@@ -202,12 +202,8 @@ def live_view(live: Any, *, is_done: bool = False) -> View:
 # --- how it looks -----------------------------------------------------------------------------------------------------
 
 
-class Show(Protocol):
-    def __call__(self, view: View) -> None: ...
-
-
 @contextlib.contextmanager
-def _progress(name: str) -> Iterator[Show]:
+def _progress(name: str) -> Iterator[PlainProgress | DrawnProgress]:
     if not sys.stderr.isatty():
         yield PlainProgress(name)
         return

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
-from greenroom.api.declared import NeededOperation, Routes, SignedCall, by_body, get, of_all, post
+from greenroom.api.declared import Routes, by_body, by_path, get, of_all, post
 from greenroom.api.models.listing import ModelPath, addressed, models_of_task
 from greenroom.api.overview import refuse_while_draining
 from greenroom.api.reports.snapshot import Snapshot
@@ -45,10 +45,6 @@ STREAM: Final = "/logs/stream"
 LINES: Final = 200
 # Words that llama-swap takes for logs of its own before it looks for a model.
 GATEWAYS_LOG, ENGINES_LOGS = "proxy", "upstream"
-
-
-def _unload(call: SignedCall) -> NeededOperation:
-    return NeededOperation("model-unload", call.in_path())
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ class LlamaSwapRoutes(Routes):
         await self._unload(request, self._there(request), force or is_forced(order))
         return JSONResponse({"msg": "ok"})
 
-    @post(UNLOAD + "/{model_id:path}", needs=Permission.LOAD, signed=_unload)
+    @post(UNLOAD + "/{model_id:path}", needs=Permission.LOAD, signed=by_path("model-unload"))
     async def unload_one(
         self, request: Request, model_id: ModelPath, order: ForceOrder | None = None, force: Force = False
     ) -> Response:

@@ -100,17 +100,8 @@ class VersionList(BaseModel):
     """The one that serves first, then those that are kept, the newest first."""
 
 
-def _update(call: SignedCall) -> NeededOperation:
-    """The model is named by the query; without that it is the configured one."""
-    return _updates(call, call.fields.get("model"))
-
-
-def _update_one(call: SignedCall) -> NeededOperation:
-    return _updates(call, call.in_path())
-
-
-def _updates(call: SignedCall, model: str | None) -> NeededOperation:
-    """An update, which may fetch the weights first."""
+def _update(call: SignedCall, model: str | None) -> NeededOperation:
+    """An update, which may fetch the weights first. Where it names no model it is for the configured one."""
     repo, revision = call.text("model_repo_id"), call.text("revision")
 
     def read_fetch(rules: OrderRules) -> DownloadOrder:
@@ -133,7 +124,7 @@ class VersionRoutes(Routes):
     _shell: Shell
     _updates: Updates
 
-    @post(ROUTE, needs=Permission.MANAGE, signed=_update, responses=_BEGUN)
+    @post(ROUTE, needs=Permission.MANAGE, signed=lambda call: _update(call, call.fields.get("model")), responses=_BEGUN)
     async def update_model(
         self, request: Request, response: Response, asked: UpdateAsked, model: ModelName = None, wait: Wait = False
     ) -> UpdateView:
@@ -167,7 +158,9 @@ class VersionRoutes(Routes):
             error=None if error is None else OperationError(error.code, message),
         )
 
-    @post(f"{_ONE}/update", needs=Permission.MANAGE, signed=_update_one, responses=_BEGUN)
+    @post(
+        f"{_ONE}/update", needs=Permission.MANAGE, signed=lambda call: _update(call, call.in_path()), responses=_BEGUN
+    )
     async def update_one(
         self, request: Request, response: Response, model_id: str, asked: UpdateAsked, wait: Wait = False
     ) -> UpdateView:
