@@ -137,7 +137,10 @@ class GovernanceGate(Part):
         """Use up the call's token. Raises TokenRefused, NoncesUnavailable or AuditUnavailable if it may not."""
         try:
             presented, proven = self.checked(call)
-            self._check_quorum(await call.find_done(), proven)
+            done = await call.find_done()
+            # They may have changed, or ended, while the disk was looked at.
+            for what in () if self.keys is None else _lacking(self.keys.section, done, proven):
+                raise TokenTooFewSigners(what)
             assert self._nonces is not None, "keys are read first"
             await self._nonces.consume(presented.token.nonce, presented.token.issued_at, self._clock())
         except GreenroomError as error:
@@ -178,12 +181,6 @@ class GovernanceGate(Part):
         _check_time(presented.token, section, self._clock())
         _check_body(presented.token, call.fields, is_needed=section.require_body_hash)
         return presented, proven
-
-    def _check_quorum(self, done: tuple[Done, ...], proven: frozenset[str]) -> None:
-        # They may have changed, or ended, while the disk was looked at.
-        if self.keys is not None:
-            for what in _lacking(self.keys.section, done, proven):
-                raise TokenTooFewSigners(what)
 
 
 def make_gate(shell: Shell) -> GovernanceGate:

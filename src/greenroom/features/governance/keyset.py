@@ -75,7 +75,8 @@ class KeySet:
 
         _require_body(has_body)
         for signer, signature in proof.signatures:
-            key = self._public_key(signer)
+            if (key := self._public.get(signer)) is None:
+                raise _unknown(signer)
             if signer not in named:
                 raise TokenUnknownSigner(f"{shown(signer)} signed the token, which does not name it among its signers.")
             try:
@@ -97,12 +98,6 @@ class KeySet:
 
     def _is_unknown(self, signer: str) -> bool:
         return bool(self.section.signers) and signer not in self.section.signers
-
-    def _public_key(self, signer: str) -> Ed25519PublicKey:
-        key = self._public.get(signer)
-        if key is None:
-            raise _unknown(signer)
-        return key
 
     def _shared_key(self) -> bytes:
         if self._shared is None:
@@ -217,10 +212,8 @@ class GovernanceReport:
         for rule in self.rules:
             what = f"{', '.join(rule['operations']) or 'everything'} of {', '.join(rule['models'])}"
             yield f"  {what}: {rule['signers_min']} of {', '.join(rule['signers']) or 'any names'}"
-        yield f"  everything else: 1 of {', '.join(self._anyone()) or 'any names'}"
-
-    def _anyone(self) -> list[str]:
-        return [key["signer"] for key in self.keys if key["signer"] is not None]
+        anyone = [key["signer"] for key in self.keys if key["signer"] is not None]
+        yield f"  everything else: 1 of {', '.join(anyone) or 'any names'}"
 
 
 def report(section: Governance) -> GovernanceReport | None:
