@@ -236,7 +236,7 @@ class FakeGateway:
         self.path: Path | None = None
         self.started_at = 1_700_000_000.0
         self.is_draining = self.is_starting = self.is_catching_up = False
-        self.now = NOW
+        self.now = self.began = NOW
         # How far the wall clock is set ahead.
         self.wall_ahead_s = 0.0
         self.client_stats = ClientStats(self.clock)

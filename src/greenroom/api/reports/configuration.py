@@ -10,10 +10,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 from greenroom.access.keys import Permission
 from greenroom.api.declared import Routes, get
+from greenroom.api.overview import Overview
 from greenroom.api.views import View
 from greenroom.base.detached import run_detached
 from greenroom.config import environment, loader, mistakes
@@ -77,37 +78,24 @@ class EffectiveConfig(View):
     """What a reload would do; null if there is nothing to read, or it cannot be used."""
 
 
-class ConfigFile(Protocol):
-    """The configuration that runs, and the file that it is from."""
-
-    path: Path | None
-    """None where the gateway was started without one."""
-
-    @property
-    def config(self) -> Config: ...
-
-    async def reread(self) -> Config:
-        """The configuration as a reload would take it. Changes nothing. Raises ConfigError."""
-
-
 class ConfigRoutes(Routes):
-    def __init__(self, source: ConfigFile) -> None:
-        self._source = source
+    def __init__(self, gateway: Overview) -> None:
+        self._gateway = gateway
 
     @get(PATH, needs=Permission.MANAGE)
     async def effective_config(self) -> EffectiveConfig:
         """The configuration that counts, where each value is from, and what a reload would change. Changes nothing."""
-        source = self._source
+        path = self._gateway.path
         # In threads: of hundreds of models each of these takes longer than the loop may wait.
-        loaded, wrong = await run_detached(lambda: _read(source.path), "read the configuration")
-        config = source.config
+        loaded, wrong = await run_detached(lambda: _read(path), "read the configuration")
+        config = self._gateway.shell.config
         warnings = (
             await run_detached(lambda: problems(config), "check the configuration")
             if loaded is None
             else loaded.warnings
         )
         return EffectiveConfig(
-            file=None if source.path is None else str(source.path),
+            file=None if path is None else str(path),
             values=await run_detached(lambda: list(_values(config, loaded)), "list the configuration"),
             check=ConfigCheck(problems=wrong, warnings=list(warnings)),
             pending=None if loaded is None else await self._pending(),
@@ -115,19 +103,12 @@ class ConfigRoutes(Routes):
 
     async def _pending(self) -> PendingChanges | None:
         try:
-            now, then = self._source.config, await self._source.reread()
+            now, then = self._gateway.shell.config, await self._gateway.reread()
             changes = await run_detached(lambda: diff(now, then), "compare configurations")
         except ConfigError:
             # There is no file, or it has become unusable just now.
             return None
-        return PendingChanges(
-            added=list(changes.added),
-            changed=list(changes.changed),
-            relabelled=list(changes.relabelled),
-            removed=list(changes.removed),
-            at_once=list(changes.at_once),
-            needs_restart=list(changes.needs_restart),
-        )
+        return PendingChanges.model_validate(changes, from_attributes=True)
 
 
 def _read(path: Path | None) -> tuple[LoadedConfig | None, list[str]]:

@@ -36,10 +36,9 @@ _LEFT_OUT: Final[dict[str, Any]] = {
 
 
 class LiveState:
-    def __init__(self, gateway: Overview, look: Callable[[], Snapshot], period_s: float) -> None:
+    def __init__(self, gateway: Overview, period_s: float) -> None:
         """Models are compared every `period_s`."""
         self._gateway = gateway
-        self._look = look
         self._period_s = period_s
         self._viewers: set[StateFeed] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -83,7 +82,7 @@ class LiveState:
             entry = self._gateway.shell.catalog.find(model)
             if entry is None or entry.shown_id(to_operator=True) != model:
                 return None
-            view = self._look().model(entry, to_operator=True, waiting=self._waiting[entry.id])
+            view = Snapshot(self._gateway).model(entry, to_operator=True, waiting=self._waiting[entry.id])
             found = msgspec.Raw(view.model_dump_json().encode())
             self._rendered[model] = now, found
         return found
@@ -138,7 +137,7 @@ class LiveState:
         return (entry.spec, waiting, slots, known, gateway.mover.failures.get(entry.id))
 
     def _rest_now(self) -> bytes:
-        return self._look().status(with_models=False).model_dump_json(exclude=_LEFT_OUT).encode()
+        return Snapshot(self._gateway).status(with_models=False).model_dump_json(exclude=_LEFT_OUT).encode()
 
 
 class StateFeed:

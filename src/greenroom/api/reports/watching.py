@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
 from typing import Annotated
 
@@ -58,21 +58,17 @@ LastEventId = Annotated[int | None, Header(alias="Last-Event-ID", ge=0, le=EVENT
 
 
 class Watching(Routes):
-    def __init__(
-        self, gateway: Overview, streams: Streams, look: Callable[[], Snapshot], uptime_s: Callable[[], float]
-    ) -> None:
+    def __init__(self, gateway: Overview, streams: Streams) -> None:
         self._gateway = gateway
         self._streams = streams
-        self._look = look
-        self._uptime_s = uptime_s
-        self._live = LiveState(gateway, look, streams.look_s)
+        self._live = LiveState(gateway, streams.look_s)
         # Rendering runs in a thread; two at once would only slow each other and the loop down.
         self._rendering = asyncio.Lock()
 
     @get("/health", needs=Permission.ASK, responses={503: {"model": views.Health}})
     async def health(self, response: Response) -> views.Health:
         """200 while requests can be served; 503 if the queue is full, models cannot be loaded, or memory ran out."""
-        health = self._look().health()
+        health = Snapshot(self._gateway).health()
         response.status_code = 200 if health.status == "healthy" else 503
         return health
 
@@ -84,7 +80,7 @@ class Watching(Routes):
     @get("/readyz", needs=Permission.ASK, responses={503: {"model": views.ProbeAnswer}})
     async def is_ready(self, response: Response) -> views.ProbeAnswer:
         """200 while requests are accepted; 503 while it starts, catches up or ends, and while its queue is full."""
-        ready = self._look().ready()
+        ready = Snapshot(self._gateway).ready()
         response.status_code = 200 if ready.status == "ok" else 503
         return ready
 
@@ -101,7 +97,7 @@ class Watching(Routes):
         seen = {public_name(entry.id) for entry in known}
         listed = None if asked_by_admin(request) or caller.tenant is None else seen
         async with self._rendering:
-            now = gauges(gateway, self._uptime_s())
+            now = gauges(gateway)
             body, content_type = await run_detached(
                 lambda: render(gateway.shell.metrics, now, only_models=listed), "write metrics"
             )
@@ -110,7 +106,7 @@ class Watching(Routes):
     @get(f"{API}/status", needs=Permission.READ)
     async def status(self) -> views.StatusView:
         """The whole gateway at this moment: devices, models, slots, the queue."""
-        return self._look().status()
+        return Snapshot(self._gateway).status()
 
     @get(f"{API}/events", needs=Permission.READ, response_class=Response, responses={200: {"content": {SSE: {}}}})
     async def events(
@@ -172,7 +168,7 @@ class Watching(Routes):
         return views.DecisionList(decisions=[dict(decision) for decision in islice(newest_first, limit)][::-1])
 
 
-def gauges(gateway: Overview, uptime_s: float) -> Gauges:
+def gauges(gateway: Overview) -> Gauges:
     """Configured models always have values, zeros included; others only while they hold something."""
     state = gateway.shell.loop.scheduler.view
     waiting: Counter[str] = Counter({public_name(entry.id): 0 for entry in gateway.shell.catalog})
@@ -196,7 +192,7 @@ def gauges(gateway: Overview, uptime_s: float) -> Gauges:
         connections=gateway.edge.connections,
         event_listeners=gateway.shell.hub.listeners,
         log_lines_lost=lost_lines(),
-        uptime_s=uptime_s,
+        uptime_s=gateway.shell.clock() - gateway.began,
     )
 
 

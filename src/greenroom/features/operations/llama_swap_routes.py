@@ -19,7 +19,7 @@ from greenroom.access.keys import Permission
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, get, of_all, post
 from greenroom.api.models.listing import ModelPath, addressed
-from greenroom.api.overview import refuse_while_draining
+from greenroom.api.overview import Overview, refuse_while_draining
 from greenroom.api.reports.snapshot import Snapshot
 from greenroom.api.reports.streams import PLAIN, LogFeed, Streams, plain_frame, refuse_head, shown_line
 from greenroom.api.views import StatusWord
@@ -49,20 +49,18 @@ def _unload(call: SignedCall) -> NeededOperation:
 class LlamaSwapRoutes(Routes):
     in_schema = False
 
-    def __init__(
-        self, shell: Shell, loads: Loads, coming: ComingVersions, streams: Streams, look: Callable[[], Snapshot]
-    ) -> None:
+    def __init__(self, shell: Shell, loads: Loads, coming: ComingVersions, streams: Streams, gateway: Overview) -> None:
         self._shell = shell
         self._loads = loads
         self._coming = coming
         self._streams = streams
-        self._look = look
+        self._gateway = gateway
 
     @get("/running", needs=Permission.ASK)
     async def running(self, request: Request) -> Response:
         """Models that are ready, come or leave, without those that run elsewhere. Commands are for operators."""
         is_admin, sees = asked_by_admin(request), caller_of(request).sees
-        look = self._look()
+        look = Snapshot(self._gateway)
         here = (entry for entry in self._entries if not entry.spec.is_remote and sees(entry.base_id))
         listed = [entry for entry in here if is_admin or not entry.config.unlisted]
         found = [_card(entry, state, is_admin) for entry in listed if (state := _state(look, entry)) != "stopped"]
@@ -156,7 +154,7 @@ class LlamaSwapRoutes(Routes):
         return [(entry.public_id, self._shell.slots.log(entry.id)) for entry in self._entries]
 
     def _states(self) -> list[dict[str, Any]]:
-        look = self._look()
+        look = Snapshot(self._gateway)
         return [
             {
                 "id": entry.shown_id(to_operator=True),

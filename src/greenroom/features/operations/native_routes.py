@@ -6,7 +6,6 @@ holds a prompt: the answers come from the gateway's own facts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import Query
@@ -17,6 +16,7 @@ from greenroom.access.keys import Permission
 from greenroom.api.asgi import asked_by_admin, caller_of
 from greenroom.api.declared import Routes, by_body, get, post
 from greenroom.api.models.listing import models_of_task
+from greenroom.api.overview import Overview
 from greenroom.api.reports.snapshot import Snapshot
 from greenroom.api.views import GovernedOrder
 from greenroom.config.schema import Ability
@@ -41,11 +41,11 @@ class NativeUnload(NativeOrder):
 class NativeRoutes(Routes):
     in_schema = False
 
-    def __init__(self, shell: Shell, tasks: Tasks, loads: LoadRoutes, look: Callable[[], Snapshot]) -> None:
+    def __init__(self, shell: Shell, tasks: Tasks, loads: LoadRoutes, gateway: Overview) -> None:
         self._shell = shell
         self._tasks = tasks
         self._loads = loads
-        self._look = look
+        self._gateway = gateway
 
     @get("/props", needs=Permission.ASK)
     async def props(self, request: Request, model: ModelQuery = None) -> Response:
@@ -90,7 +90,7 @@ class NativeRoutes(Routes):
         return JSONResponse({"success": True})
 
     def _view(self, request: Request, entry: Entry) -> Any:
-        return self._look().model(entry, to_operator=asked_by_admin(request))
+        return Snapshot(self._gateway).model(entry, to_operator=asked_by_admin(request))
 
     def _refuse_task(self, request: Request, name: str, order: str) -> None:
         if models := models_of_task(self._tasks, self._shell.catalog, request, name):

@@ -22,7 +22,7 @@ from greenroom.api import views
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, by_path, get, name_in_path, of_all, post
 from greenroom.api.models.listing import ModelPath, addressed, refuse_task
-from greenroom.api.overview import refuse_while_draining
+from greenroom.api.overview import Overview, refuse_while_draining
 from greenroom.api.reports.memory import kv_bytes
 from greenroom.api.reports.snapshot import Snapshot, tier_of
 from greenroom.api.reports.streams import (
@@ -37,7 +37,6 @@ from greenroom.api.reports.streams import (
 )
 from greenroom.api.views import FromList, GovernedOrder, View
 from greenroom.base.names import public_name
-from greenroom.config.diff import Changes
 from greenroom.config.kinds import ID_CHARS_MAX, NAME_CHARS_MAX
 from greenroom.core.model import ModelId, MoveKind, SlotId, Tier
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, Unsupported
@@ -110,11 +109,6 @@ class Reloaded(View):
     took_s: float
 
 
-class Reloading(Protocol):
-    async def reload(self) -> Changes:
-        """Read the configuration again. Raises ConfigError, and then nothing has changed."""
-
-
 class Operating(Routes):
     def __init__(
         self,
@@ -124,9 +118,8 @@ class Operating(Routes):
         loads: Loads,
         moves: OperatorMoves,
         coming: ComingVersions,
-        reloading: Reloading,
         streams: Streams,
-        look: Callable[[], Snapshot],
+        gateway: Overview,
     ) -> None:
         self._shell = shell
         self._resolver = resolver
@@ -134,9 +127,8 @@ class Operating(Routes):
         self._loads = loads
         self._moves = moves
         self._coming = coming
-        self._reloading = reloading
         self._streams = streams
-        self._look = look
+        self._gateway = gateway
 
     @post(
         f"{_ONE}/load",
@@ -233,7 +225,7 @@ class Operating(Routes):
         """Read the configuration file again and apply what changed. A file that cannot be used changes nothing."""
         refuse_while_draining(self._shell)
         began = self._shell.clock()
-        changes = await self._reloading.reload()
+        changes = await self._gateway.reload()
         return Reloaded(
             added=list(changes.added),
             changed=list(changes.changed),
@@ -264,7 +256,7 @@ class Operating(Routes):
             model=_shown(request, entry),
             tier=tier_of(self._shell.loop.scheduler.view.slots_of(entry.id)).value,
             took_s=round(self._shell.clock() - began, 3),
-            memory=self._look().memory(entry.id),
+            memory=Snapshot(self._gateway).memory(entry.id),
         )
 
     async def _movable(self, request: Request, model_id: str) -> Entry:
