@@ -413,7 +413,7 @@ async def _in_time(closing: Awaitable[None], what: str, within_s: float) -> None
 def make_management(gateway: App, streams: Streams | None = None) -> Management:
     """`streams` counts the streams of events and logs; by default its own."""
     app, shell = empty_app(), gateway.shell
-    streams = streams or Streams(lambda: gateway.is_draining, gateway.clock)
+    streams = streams or Streams(shell)
     # Their paths come before those that take any id.
     DownloadRoutes(gateway.downloads).add_to(app)
     loads = LoadRoutes(shell, gateway.resolver, gateway.tasks, gateway.loads)

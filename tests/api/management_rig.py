@@ -366,7 +366,7 @@ class Client:
         self, gateway: FakeGateway, *, is_admin: bool = True, caller: Caller | None = None, streams_max: int = 200
     ) -> None:
         # Quiet streams look often, so that nothing waits for that.
-        streams = Streams(lambda: gateway.is_draining, gateway.clock, streams_max, look_s=0.01)
+        streams = Streams(gateway, streams_max, look_s=0.01)
         self.app = make_management(gateway, streams)
         self._is_admin = is_admin
         self.caller = caller

@@ -86,16 +86,16 @@ async def test_later_only_what_changed_is_sent() -> None:
 async def test_nothing_is_sent_while_nothing_changes() -> None:
     gateway = FakeGateway({"a": model()})
     edge = gateway.edge = WatchedEdge()
-    feed = live.StateFeed(gateway.hub, live.LiveState(gateway, 0.001), None)
-    assert b"event: state" in (await feed.piece() or b"")
+    viewer = live.StateViewer(gateway.hub, live.LiveState(gateway, 0.001), None)
+    assert b"event: state" in await viewer.piece()
     # Time passes, and nothing else.
     before = edge.looks
     while edge.looks < before + 5:
         gateway.now += 60
         await asyncio.sleep(0.001)
     gateway.hub.publish("load", {"model": "a"})
-    piece = await feed.piece() or b""
-    feed.close()
+    piece = await viewer.piece()
+    viewer.close()
     assert b"event: load" in piece and b"event: state" not in piece
 
 
@@ -104,23 +104,23 @@ async def test_one_look_that_fails_is_not_the_last() -> None:
     edge = gateway.edge = WatchedEdge()
     told: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
-    feed = live.StateFeed(gateway.hub, live.LiveState(gateway, 0.001), None)
-    await feed.piece()
+    viewer = live.StateViewer(gateway.hub, live.LiveState(gateway, 0.001), None)
+    await viewer.piece()
     edge.failures.append(RuntimeError("once"))
     await until(lambda: bool(told))
     gateway.add_slot("a", Tier.READY)
-    assert b'"tier":"ready"' in (await asyncio.wait_for(feed.piece(), 30) or b"")
-    feed.close()
+    assert b'"tier":"ready"' in await asyncio.wait_for(viewer.piece(), 30)
+    viewer.close()
     assert [str(error) for error in told] == ["once"]
 
 
 async def test_events_that_wait_are_sent_together() -> None:
     gateway = FakeGateway({"a": model()})
-    feed = live.StateFeed(gateway.hub, live.LiveState(gateway, 60.0), None)
+    viewer = live.StateViewer(gateway.hub, live.LiveState(gateway, 60.0), None)
     for number in range(60):
         gateway.hub.publish("load", {"number": number})
-    first, second = await feed.piece() or b"", await feed.piece() or b""
-    feed.close()
+    first, second = await viewer.piece(), await viewer.piece()
+    viewer.close()
     assert (first.count(b"event: "), second.count(b"event: ")) == (50, 11)
 
 
@@ -183,10 +183,10 @@ async def test_the_state_is_looked_at_only_while_it_is_watched() -> None:
     edge = gateway.edge = WatchedEdge()
     state = live.LiveState(gateway, 0.01)
     assert not state.is_looking
-    feed = live.StateFeed(gateway.hub, state, None)
-    assert await feed.piece() is not None
+    viewer = live.StateViewer(gateway.hub, state, None)
+    assert await viewer.piece()
     assert state.is_looking and edge.looks == 1
-    feed.close()
+    viewer.close()
     assert not state.is_looking and gateway.hub.listeners == 0
 
 

@@ -20,10 +20,10 @@ from greenroom.api import views
 from greenroom.api.asgi import asked_by_admin, caller_of
 from greenroom.api.declared import Routes, get
 from greenroom.api.overview import Overview
-from greenroom.api.reports.live import LiveState, StateFeed
+from greenroom.api.reports.live import LiveState, state_feed
 from greenroom.api.reports.memory import cache_view, gpu_used_mib, green_room_used_mib, memory_split
 from greenroom.api.reports.snapshot import Snapshot
-from greenroom.api.reports.streams import SSE, EventFeed, Streams, refuse_head
+from greenroom.api.reports.streams import SSE, Streams, event_feed, refuse_head
 from greenroom.base.detached import run_detached
 from greenroom.base.names import public_name
 from greenroom.core.model import DeviceId
@@ -117,9 +117,8 @@ class Watching(Routes):
         # A browser that comes back sends both; the header is newer than the address it was given once.
         begin = after if last_event_id is None else last_event_id
         hub = self._gateway.shell.hub
-        return self._streams.answer(
-            request, lambda: StateFeed(hub, self._live, begin) if state else EventFeed(hub, begin)
-        )
+        feed = state_feed(hub, self._live, begin) if state else event_feed(hub, begin)
+        return self._streams.answer(request, feed)
 
     @get(f"{API}/requests", needs=Permission.READ)
     async def list_requests(

@@ -25,16 +25,7 @@ from greenroom.api.models.listing import ModelPath, addressed, refuse_task
 from greenroom.api.overview import Overview, refuse_while_draining
 from greenroom.api.reports.memory import kv_bytes
 from greenroom.api.reports.snapshot import Snapshot, tier_of
-from greenroom.api.reports.streams import (
-    PLAIN,
-    SSE,
-    LogFeed,
-    Streams,
-    line_frame,
-    plain_frame,
-    refuse_head,
-    shown_line,
-)
+from greenroom.api.reports.streams import PLAIN, SSE, Streams, log_feed, refuse_head, shown_line
 from greenroom.api.views import FromList, GovernedOrder, View
 from greenroom.base.names import public_name
 from greenroom.config.kinds import ID_CHARS_MAX, NAME_CHARS_MAX
@@ -216,9 +207,9 @@ class Operating(Routes):
         history = lines if no_history in (None, "false", "0") else 0
         accept = request.headers.get("accept", "")
         is_plain = PLAIN in accept and SSE not in accept
-        frame = plain_frame if is_plain else line_frame
-        ring = self._shell.slots.log(entry.id)
-        return self._streams.answer(request, lambda: LogFeed(ring, history, frame), PLAIN if is_plain else SSE)
+        media_type = PLAIN if is_plain else SSE
+        feed = log_feed(self._shell.slots.log(entry.id), history, media_type)
+        return self._streams.answer(request, feed, media_type)
 
     @post("/api/v1/reload", needs=Permission.RELOAD, signed=of_all("config-reload"))
     async def reload(self) -> Reloaded:
