@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Final
 
 from greenroom.access.key_ring import KeyRing
-from greenroom.access.limits import Limiter
-from greenroom.access.stores import make_shared_limits, make_usage
+from greenroom.access.limits import Limiter, make_shared_limits
+from greenroom.access.usage_store import make_usage
 from greenroom.api.asgi import AsgiBridge
 from greenroom.api.edges import Edges
 from greenroom.api.front import Door
+from greenroom.api.listing import Listing, ModelStatuses
 from greenroom.api.management import Docs, Management, empty_app
-from greenroom.api.models.listing import Listing, ModelStatuses
-from greenroom.api.remote import RemoteRoutes
 from greenroom.api.reports.clients import ClientRoutes, LimitRoutes
-from greenroom.api.reports.configuration import ConfigRoutes
+from greenroom.api.reports.configuration import ConfigRoutes, RemoteRoutes
 from greenroom.api.reports.history import HistoryRoutes, sample
 from greenroom.api.reports.memory import Gpus
 from greenroom.api.reports.snapshot import BUILD

@@ -22,7 +22,7 @@ from greenroom.access.keys import Permission
 from greenroom.api import views
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, delete, get
-from greenroom.api.models.listing import MODELS, ModelPath
+from greenroom.api.listing import MODELS, ModelPath
 from greenroom.api.overview import Overview, refuse_while_draining
 from greenroom.api.reports.snapshot import Snapshot
 from greenroom.api.views import View

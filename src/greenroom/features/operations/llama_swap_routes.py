@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, get, of_all, post
-from greenroom.api.models.listing import ModelPath, addressed
+from greenroom.api.listing import ModelPath, addressed
 from greenroom.api.overview import Overview, refuse_while_draining
 from greenroom.api.reports.snapshot import Snapshot
 from greenroom.api.reports.streams import PLAIN, Feed, Streams, log_feed, plain_frame, refuse_head, shown_line

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import asked_by_admin, caller_of
 from greenroom.api.declared import Routes, by_body, get, post
-from greenroom.api.models.listing import models_of_task
+from greenroom.api.listing import models_of_task
 from greenroom.api.overview import Overview
 from greenroom.api.reports.snapshot import Snapshot
 from greenroom.api.views import GovernedOrder

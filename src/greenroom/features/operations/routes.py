@@ -21,7 +21,7 @@ from greenroom.access.keys import Caller, Permission
 from greenroom.api import views
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, by_path, get, name_in_path, of_all, post
-from greenroom.api.models.listing import ModelPath, addressed, refuse_task
+from greenroom.api.listing import ModelPath, addressed, refuse_task
 from greenroom.api.overview import Overview, refuse_while_draining
 from greenroom.api.reports.memory import kv_bytes
 from greenroom.api.reports.snapshot import Snapshot, tier_of
