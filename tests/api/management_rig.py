@@ -236,7 +236,7 @@ class FakeGateway:
         self.path: Path | None = None
         self.started_at = 1_700_000_000.0
         self.is_draining = self.is_starting = self.is_catching_up = False
-        self.now = NOW
+        self.now = self.began = NOW
         # How far the wall clock is set ahead.
         self.wall_ahead_s = 0.0
         self.client_stats = ClientStats(self.clock)
@@ -368,7 +368,7 @@ class Client:
         self, gateway: FakeGateway, *, is_admin: bool = True, caller: Caller | None = None, streams_max: int = 200
     ) -> None:
         # Quiet streams look often, so that nothing waits for that.
-        streams = Streams(lambda: gateway.is_draining, gateway.clock, streams_max, look_s=0.01)
+        streams = Streams(gateway, streams_max, look_s=0.01)
         self.app = make_management(gateway, streams)
         self._is_admin = is_admin
         self.caller = caller

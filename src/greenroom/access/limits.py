@@ -11,13 +11,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from greenroom.access.budgets import LIMITS, MINUTE_S, Budget, Window
 from greenroom.access.keys import Caller
 from greenroom.config.schema import Config, RateLimits
 from greenroom.config.sections.keys import DEFAULT_TENANT
-from greenroom.errors import RateLimited
+from greenroom.errors import ConfigError, RateLimited
+from greenroom.runtime.shell import Shell
+
+if TYPE_CHECKING:
+    from greenroom.access.shared_limits import SharedLimits
 
 # When a place among the requests at once becomes free is not known; asking again this soon is cheap.
 PLACE_RETRY_S: Final = 1.0
@@ -245,6 +249,19 @@ def _settle(reserved: list[Reserved], used: int, now: float) -> None:
 def reset_at(now: float, period_s: float = MINUTE_S) -> int:
     """The end of this minute, or of another period, in seconds since 1970."""
     return int((now // period_s + 1.0) * period_s)
+
+
+def make_shared_limits(shell: Shell) -> SharedLimits | None:
+    """None if this gateway shares no limits. Raises ConfigError if the client of the store is not installed."""
+    url = shell.config.limits.store or shell.config.leases.store
+    if url is None:
+        return None
+    try:
+        # Imported only if used: it is slow to import.
+        from greenroom.access.shared_limits import SharedLimits
+    except ImportError as error:
+        raise ConfigError("limits.store needs the client for Redis: pip install 'greenroom[redis]'") from error
+    return SharedLimits(url, shell.state_dir.run_name)
 
 
 class Limiter:

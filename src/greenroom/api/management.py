@@ -23,8 +23,7 @@ import greenroom
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import Application, Message, scope_of
 from greenroom.api.declared import DeclaredRoute, Routes, declared_routes, get, route_of
-from greenroom.api.docs_page import docs_page
-from greenroom.api.models.model_openapi import with_model_routes
+from greenroom.api.openapi import docs_page, with_model_routes
 from greenroom.api.views import ErrorBody
 from greenroom.base.detached import run_detached
 from greenroom.errors import BadRequest, GatewayBug, GreenroomError, MethodNotAllowed, NotFound, shown

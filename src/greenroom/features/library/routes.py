@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any, Final, Protocol, TypeVar
@@ -22,8 +22,8 @@ from greenroom.access.keys import Permission
 from greenroom.api import views
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, delete, get
-from greenroom.api.models.listing import MODELS, ModelPath
-from greenroom.api.overview import refuse_while_draining
+from greenroom.api.listing import MODELS, ModelPath
+from greenroom.api.overview import Overview, refuse_while_draining
 from greenroom.api.reports.snapshot import Snapshot
 from greenroom.api.views import View
 from greenroom.base.detached import run_detached
@@ -176,7 +176,7 @@ class LibraryRoutes(Routes):
     _library: Library
     _loads: Unloading
     _versions: KeptVersions
-    _look: Callable[[], Snapshot]
+    _gateway: Overview
 
     @get(INVENTORY, needs=Permission.ASK, response_class=Response, responses={200: {"model": InventoryView}})
     async def inventory(self, request: Request) -> Response:
@@ -195,7 +195,7 @@ class LibraryRoutes(Routes):
     @get(f"{MODELS}/loaded", needs=Permission.ASK)
     async def loaded(self, request: Request) -> LoadedList:
         """Models that are ready or asleep now, with the memory each holds."""
-        models = self._look().models(to_operator=asked_by_admin(request), sees=caller_of(request).sees)
+        models = Snapshot(self._gateway).models(caller_of(request), to_operator=asked_by_admin(request))
         return LoadedList(
             data=[
                 # Its other fields are left out.

@@ -10,7 +10,7 @@ import asyncio
 import math
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -23,6 +23,7 @@ from greenroom.access.keys import Caller, Permission
 from greenroom.api import views
 from greenroom.api.asgi import caller_of
 from greenroom.api.declared import Routes, get
+from greenroom.api.overview import Overview
 from greenroom.api.reports.memory import cache_view, gpu_used_mib, kv_mib
 from greenroom.api.reports.snapshot import Snapshot
 from greenroom.api.views import StatusWord, View
@@ -123,7 +124,7 @@ class CapabilityRoutes(Routes):
     _library: Library
     _watch: MemoryWatch
     _loads: Loads
-    _look: Callable[[], Snapshot]
+    _gateway: Overview
     _kept: dict[Caller, tuple[float, Capabilities]] = field(default_factory=dict)
 
     @get(PATH, needs=Permission.ASK)
@@ -156,7 +157,7 @@ class CapabilityRoutes(Routes):
         return made
 
     def _made(self, caller: Caller) -> Capabilities:
-        shell, look = self._shell, self._look()
+        shell, look = self._shell, Snapshot(self._gateway)
         runner = shell.config.runner
         listed = [entry for entry in shell.catalog.shown if not entry.config.unlisted and caller.sees(entry.base_id)]
         # A caller that nothing tells from others may be the one that ordered it.

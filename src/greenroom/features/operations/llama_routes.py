@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -21,10 +21,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import Routes, by_body, by_path, get, of_all, post
-from greenroom.api.models.listing import ModelPath, addressed, models_of_task
-from greenroom.api.overview import refuse_while_draining
+from greenroom.api.listing import ModelPath, addressed, models_of_task
+from greenroom.api.overview import Overview, refuse_while_draining
 from greenroom.api.reports.snapshot import Snapshot
-from greenroom.api.reports.streams import PLAIN, LogFeed, Streams, plain_frame, refuse_head, shown_line
+from greenroom.api.reports.streams import PLAIN, Feed, Streams, log_feed, plain_frame, refuse_head, shown_line
 from greenroom.api.views import GovernedOrder, StatusWord
 from greenroom.config.schema import Ability
 from greenroom.errors import BadRequest, MethodNotAllowed, ModelNotFound, NotFound
@@ -34,7 +34,6 @@ from greenroom.features.operations.moves import expect_movable
 from greenroom.features.operations.routes import ForceOrder, NoHistory, is_forced
 from greenroom.process.logs import LogRing, Subscription
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.observer import Hub
 from greenroom.runtime.shell import Shell
 from greenroom.serving.tasks import Tasks
 
@@ -54,13 +53,13 @@ class LlamaSwapRoutes(Routes):
     _shell: Shell
     _loads: Loads
     _streams: Streams
-    _look: Callable[[], Snapshot]
+    _gateway: Overview
 
     @get("/running", needs=Permission.ASK)
     async def running(self, request: Request) -> Response:
         """Models that are ready, come or leave, without those that run elsewhere. Commands are for operators."""
         is_admin, sees = asked_by_admin(request), caller_of(request).sees
-        look = self._look()
+        look = Snapshot(self._gateway)
         here = (entry for entry in self._entries if not entry.spec.is_remote and sees(entry.base_id))
         listed = [entry for entry in here if is_admin or not entry.config.unlisted]
         found = [_card(entry, state, is_admin) for entry in listed if (state := _state(look, entry)) != "stopped"]
@@ -100,7 +99,7 @@ class LlamaSwapRoutes(Routes):
         """What every engine prints, as text."""
         refuse_head(request)
         history = LINES if no_history is None else 0
-        return self._streams.answer(request, lambda: MergedLogFeed(dict(self._rings()), history), PLAIN)
+        return self._streams.answer(request, merged_log_feed(dict(self._rings()), history), PLAIN)
 
     @get(STREAM + "/{model_id:path}", needs=Permission.READ)
     async def stream_one(self, request: Request, model_id: ModelPath, no_history: NoHistory = None) -> Response:
@@ -112,13 +111,13 @@ class LlamaSwapRoutes(Routes):
             raise NotFound("The gateway's own log goes to its standard error; /api/v1/events tells what it does.")
         entry = addressed(self._shell.catalog, request)
         ring, history = self._shell.slots.log(entry.id), LINES if no_history is None else 0
-        return self._streams.answer(request, lambda: LogFeed(ring, history, plain_frame), PLAIN)
+        return self._streams.answer(request, log_feed(ring, history, PLAIN), PLAIN)
 
     @get("/api/events", needs=Permission.READ)
     async def events(self, request: Request) -> Response:
         """Server-sent events: the state of every model now, and whenever one has changed."""
         refuse_head(request)
-        return self._streams.answer(request, lambda: ModelStateFeed(self._shell.hub, self._states))
+        return self._streams.answer(request, self._state_feed())
 
     # --- what there is ----------------------------------------------------------------------------------------------
 
@@ -154,7 +153,7 @@ class LlamaSwapRoutes(Routes):
         return [(entry.public_id, self._shell.slots.log(entry.id)) for entry in self._entries]
 
     def _states(self) -> list[dict[str, Any]]:
-        look = self._look()
+        look = Snapshot(self._gateway)
         return [
             {
                 "id": entry.shown_id(to_operator=True),
@@ -167,6 +166,21 @@ class LlamaSwapRoutes(Routes):
             }
             for entry in self._entries
         ]
+
+    async def _state_feed(self) -> Feed:
+        """The state of all models, now and after each event that changed it."""
+        with self._shell.hub.subscribe() as events:
+            last = msgspec.json.encode(self._states())
+            yield _state_frame(last)
+            async for _ in events:
+                states = msgspec.json.encode(self._states())
+                if states != last:
+                    last = states
+                    yield _state_frame(last)
+
+
+def _state_frame(states: bytes) -> bytes:
+    return b"event:message\ndata:%b\n\n" % msgspec.json.encode({"type": "modelStatus", "data": states.decode()})
 
 
 def _card(entry: Entry, state: str, to_operator: bool) -> dict[str, Any]:
@@ -201,41 +215,30 @@ def _prefix(name: str) -> str:
 # --- feeds ----------------------------------------------------------------------------------------------------------
 
 
-class MergedLogFeed:
+async def merged_log_feed(rings: Mapping[str, LogRing], history: int) -> Feed:
     """The last lines of several logs, then each line as it is printed, with the name of its log before it."""
-
-    def __init__(self, rings: Mapping[str, LogRing], history: int) -> None:
-        # Both in one turn of the loop, so that no line is lost between them or sent twice.
-        self._past = [(name, line) for name, ring in rings.items() for line in ring.tail(history)]
-        self._open = {name: ring.subscribe() for name, ring in rings.items()}
-        self._next: dict[asyncio.Task[str | None], str] = {}
-
-    async def piece(self) -> bytes | None:
-        if self._past:
-            past, self._past = self._past, []
-            return b"".join(_frame(name, line) for name, line in past)
-        while self._open:
-            asked = set(self._next.values())
-            for name, lines in self._open.items():
+    # Both in one turn of the loop, so that no line is lost between them or sent twice.
+    past = b"".join(_frame(name, line) for name, ring in rings.items() for line in ring.tail(history))
+    subscriptions = {name: ring.subscribe() for name, ring in rings.items()}
+    waiting: dict[asyncio.Task[str | None], str] = {}
+    try:
+        yield past
+        while subscriptions:
+            asked = set(waiting.values())
+            for name, lines in subscriptions.items():
                 if name not in asked:
-                    self._next[asyncio.ensure_future(_line(lines))] = name
-            done, _ = await asyncio.wait(self._next, return_when=asyncio.FIRST_COMPLETED)
-            if data := b"".join(self._taken(task) for task in done):
-                return data
-        return None
-
-    def _taken(self, task: asyncio.Task[str | None]) -> bytes:
-        name, line = self._next.pop(task), task.result()
-        if line is None:
-            # The model is gone.
-            del self._open[name]
-            return b""
-        return _frame(name, line)
-
-    def close(self) -> None:
-        for lines in self._open.values():
+                    waiting[asyncio.ensure_future(_line(lines))] = name
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            printed = [(waiting.pop(task), task.result()) for task in done]
+            for name in [name for name, line in printed if line is None]:
+                # The model is gone.
+                del subscriptions[name]
+            if data := b"".join(_frame(name, line) for name, line in printed if line is not None):
+                yield data
+    finally:
+        for lines in subscriptions.values():
             lines.close()
-        for task in self._next:
+        for task in waiting:
             task.cancel()
 
 
@@ -245,27 +248,6 @@ async def _line(lines: Subscription) -> str | None:
 
 def _frame(name: str, line: str) -> bytes:
     return plain_frame(_prefix(name) + shown_line(line))
-
-
-class ModelStateFeed:
-    """The state of all models, now and after each event that changed it."""
-
-    def __init__(self, hub: Hub, states: Callable[[], list[dict[str, Any]]]) -> None:
-        self._subscription = hub.subscribe(None)
-        self._states = states
-        self._last: bytes | None = None
-
-    async def piece(self) -> bytes | None:
-        while self._last is None or await anext(self._subscription, None) is not None:
-            told = msgspec.json.encode(self._states())
-            if told != self._last:
-                self._last = told
-                data = msgspec.json.encode({"type": "modelStatus", "data": told.decode()})
-                return b"event:message\ndata:%b\n\n" % data
-        return None
-
-    def close(self) -> None:
-        self._subscription.close()
 
 
 # --- llama.cpp ------------------------------------------------------------------------------------------------------
@@ -292,7 +274,7 @@ class LlamaCppRoutes(Routes):
     _shell: Shell
     _tasks: Tasks
     _loads: LoadRoutes
-    _look: Callable[[], Snapshot]
+    _gateway: Overview
 
     @get("/props", needs=Permission.ASK)
     async def props(self, request: Request, model: ModelQuery = None) -> Response:
@@ -337,7 +319,7 @@ class LlamaCppRoutes(Routes):
         return JSONResponse({"success": True})
 
     def _view(self, request: Request, entry: Entry) -> Any:
-        return self._look().model(entry, to_operator=asked_by_admin(request))
+        return Snapshot(self._gateway).model(entry, to_operator=asked_by_admin(request))
 
     def _refuse_task(self, request: Request, name: str, order: str) -> None:
         if models := models_of_task(self._tasks, self._shell.catalog, request, name):

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import caller_of, order_to_fetch, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, by_body, get, of_all, post
-from greenroom.api.models.listing import ModelPath, addressed, refuse_task
+from greenroom.api.listing import ModelPath, addressed, refuse_task
 from greenroom.api.overview import refuse_while_draining
 from greenroom.api.views import GovernedOrder, View
 from greenroom.base.names import public_name

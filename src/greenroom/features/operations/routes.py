@@ -9,9 +9,9 @@ cache for each tenant have entries; models that are asleep or cold have none.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, Protocol
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import Query
 from pydantic import Field
@@ -22,23 +22,13 @@ from greenroom.access.keys import Caller, Permission
 from greenroom.api import views
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, by_path, get, name_in_path, of_all, post
-from greenroom.api.models.listing import ModelPath, addressed, refuse_task
-from greenroom.api.overview import refuse_while_draining
+from greenroom.api.listing import ModelPath, addressed, refuse_task
+from greenroom.api.overview import Overview, refuse_while_draining
 from greenroom.api.reports.memory import kv_bytes
 from greenroom.api.reports.snapshot import Snapshot, tier_of
-from greenroom.api.reports.streams import (
-    PLAIN,
-    SSE,
-    LogFeed,
-    Streams,
-    line_frame,
-    plain_frame,
-    refuse_head,
-    shown_line,
-)
+from greenroom.api.reports.streams import PLAIN, SSE, Streams, log_feed, refuse_head, shown_line
 from greenroom.api.views import FromList, GovernedOrder, View
 from greenroom.base.names import public_name
-from greenroom.config.diff import Changes
 from greenroom.config.kinds import ID_CHARS_MAX, NAME_CHARS_MAX
 from greenroom.core.model import ModelId, MoveKind, Tier
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, Unsupported
@@ -108,11 +98,6 @@ class Reloaded(View):
     took_s: float
 
 
-class Reloading(Protocol):
-    async def reload(self) -> Changes:
-        """Read the configuration again. Raises ConfigError, and then nothing has changed."""
-
-
 @dataclass(frozen=True)
 class Operating(Routes):
     _shell: Shell
@@ -120,9 +105,8 @@ class Operating(Routes):
     _tasks: Tasks
     _loads: Loads
     _moves: OperatorMoves
-    _reloading: Reloading
     _streams: Streams
-    _look: Callable[[], Snapshot]
+    _gateway: Overview
 
     @post(
         f"{_ONE}/load",
@@ -212,16 +196,16 @@ class Operating(Routes):
         history = lines if no_history in (None, "false", "0") else 0
         accept = request.headers.get("accept", "")
         is_plain = PLAIN in accept and SSE not in accept
-        frame = plain_frame if is_plain else line_frame
-        ring = self._shell.slots.log(entry.id)
-        return self._streams.answer(request, lambda: LogFeed(ring, history, frame), PLAIN if is_plain else SSE)
+        media_type = PLAIN if is_plain else SSE
+        feed = log_feed(self._shell.slots.log(entry.id), history, media_type)
+        return self._streams.answer(request, feed, media_type)
 
     @post("/api/v1/reload", needs=Permission.RELOAD, signed=of_all("config-reload"))
     async def reload(self) -> Reloaded:
         """Read the configuration file again and apply what changed. A file that cannot be used changes nothing."""
         refuse_while_draining(self._shell)
         began = self._shell.clock()
-        changes = await self._reloading.reload()
+        changes = await self._gateway.reload()
         return Reloaded(
             added=list(changes.added),
             changed=list(changes.changed),
@@ -241,7 +225,7 @@ class Operating(Routes):
             model=_shown(request, entry),
             tier=tier_of(self._shell.loop.scheduler.view.slots_of(entry.id)).value,
             took_s=round(self._shell.clock() - began, 3),
-            memory=self._look().memory(entry.id),
+            memory=Snapshot(self._gateway).memory(entry.id),
         )
 
     async def _movable(self, request: Request, model_id: str) -> Entry:
