@@ -251,7 +251,7 @@ class Updates(Part):
         await asyncio.gather(*tasks, return_exceptions=True)
         # After the updates: one that is cancelled may have begun a move just now.
         await self._changes.close()
-        await self._weights.use_only(())
+        await self._weights.use(())
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ class Updates(Part):
             weights, entries = self._weights, tuple(self._shell.catalog)
             later = await weights.remove_unused(unused, in_use, entries) if unused else []
             await self._store.put(model, msgspec.structs.replace(self.of(model), leaving=tuple(later)))
-            await self._weights.use_only(self._known())
+            await self._weights.use(self._known())
         except Exception as error:
             # The update has ended as it has: files that stay are no part of that.
             _log.failed("weights were not deleted", error, model=model)
@@ -370,7 +370,7 @@ class Updates(Part):
                 await weights.keep([model.path for model in config.models.values() if model.path is not None])
         while True:
             try:
-                await (weights.use(self._known()) if is_busy else weights.use_only(self._known()))
+                await weights.use(self._known(), only=not is_busy)
                 break
             except SystemShort:
                 await asyncio.sleep(AGAIN_S)

@@ -133,20 +133,17 @@ class VersionWeights:
         """Let no gateway ever delete these: an operator names them, whichever gateway fetched them."""
         await run_detached(lambda: disown(_meant_by(paths)), "keep configured weights")
 
-    async def use(self, versions: Collection[Version]) -> None:
-        """Let no other gateway delete what these need."""
+    async def use(self, versions: Collection[Version], *, only: bool = True) -> None:
+        """Let no other gateway delete what these need, and with `only` let them delete what these do not need."""
 
         def use() -> None:
             for version in versions:
                 with contextlib.suppress(BlockingIOError):
                     self._locks.use(version.path)
+            if only:
+                self._locks.use_only({version.path for version in versions})
 
         await run_detached(use, "use weights")
-
-    async def use_only(self, versions: Collection[Version]) -> None:
-        """The same, and let them delete what these do not need."""
-        await self.use(versions)
-        await run_detached(lambda: self._locks.use_only({version.path for version in versions}), "use weights")
 
     def _is_wanted_by_others(self, ours: Operation) -> bool:
         """True if a user ordered the same meanwhile."""
