@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -252,7 +252,7 @@ class FakeGateway:
         self.observer, self.edge = FakeDecided(), FakeListening()
         self.memory_watch, self.leasing = FakeWatch(), FakeLeasing()
         self.sharing: FakeStore | None = None
-        self.history = History(lambda: sample(self, lambda: 1_700_000_000.0 + self.now - NOW + self.wall_ahead_s))
+        self.history = History(lambda: replace(sample(self), at=1_700_000_000.0 + self.now - NOW + self.wall_ahead_s))
         self.library = Library(Roots(()), None)
         state = GatewayState(self.config)
         self.resolver = Resolver(

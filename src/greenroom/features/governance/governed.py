@@ -8,14 +8,14 @@ wherever it is, so it may only be where the handler reads it: in the query, or i
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Set
+from collections.abc import Mapping, Set
 from typing import Any
 from urllib.parse import parse_qsl
 
 from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope, Send
 
 from greenroom.access.keys import Caller
-from greenroom.api.asgi import Message
 from greenroom.api.declared import DeclaredRoute, SignedCall, Signing, declared_routes, route_of
 from greenroom.errors import AuditUnavailable, BadRequest, GreenroomError, TokenMalformed, shown
 from greenroom.features.governance.canonical_json import NotCanonical, read
@@ -23,10 +23,6 @@ from greenroom.features.governance.gate import Done, GovernanceGate, GovernedCal
 from greenroom.features.governance.governed_models import GovernedModels
 from greenroom.features.governance.tokens import FIELD, HEADER
 from greenroom.telemetry.logs import get_logger
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 _log = get_logger("governance")
 
