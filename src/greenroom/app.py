@@ -14,19 +14,18 @@ from pathlib import Path
 from typing import Final
 
 from greenroom.access.key_ring import KeyRing
-from greenroom.access.limits import Limiter
-from greenroom.access.stores import make_shared_limits, make_usage
+from greenroom.access.limits import Limiter, make_shared_limits
+from greenroom.access.usage_store import make_usage
 from greenroom.api.asgi import AsgiBridge
 from greenroom.api.edges import Edges
 from greenroom.api.front import Door
+from greenroom.api.listing import Listing, ModelStatuses
 from greenroom.api.management import Docs, Management, empty_app
-from greenroom.api.models.listing import Listing, ModelStatuses
-from greenroom.api.remote import RemoteRoutes
 from greenroom.api.reports.clients import ClientRoutes, LimitRoutes
-from greenroom.api.reports.configuration import ConfigRoutes
+from greenroom.api.reports.configuration import ConfigRoutes, RemoteRoutes
 from greenroom.api.reports.history import HistoryRoutes, sample
 from greenroom.api.reports.memory import Gpus
-from greenroom.api.reports.snapshot import BUILD, Snapshot
+from greenroom.api.reports.snapshot import BUILD
 from greenroom.api.reports.streams import Streams
 from greenroom.api.reports.usage import UsageRoutes
 from greenroom.api.reports.watching import Watching
@@ -53,11 +52,10 @@ from greenroom.features.library.downloads import Downloads
 from greenroom.features.library.ollama_routes import OllamaRoutes
 from greenroom.features.library.routes import LibraryRoutes
 from greenroom.features.operations.capabilities import CapabilityRoutes
-from greenroom.features.operations.llama_swap_routes import LlamaSwapRoutes
-from greenroom.features.operations.load_routes import LoadRoutes, PinRoutes
+from greenroom.features.operations.llama_routes import LlamaCppRoutes, LlamaSwapRoutes
+from greenroom.features.operations.load_routes import LoadRoutes
 from greenroom.features.operations.loads import Loads
 from greenroom.features.operations.moves import OperatorMoves
-from greenroom.features.operations.native_routes import NativeRoutes
 from greenroom.features.operations.routes import Caches, Operating
 from greenroom.features.pictures.answers import PictureAnswers, PictureRoutes
 from greenroom.features.pictures.store import make_pictures
@@ -127,12 +125,13 @@ class App:
         """`seen` is the first reading of the probe. Raises ConfigError if the client of a store is not installed."""
         self.path = path
         self._reread = reread
-        self.started_at = time.time()
+        self.started_at, self.clock = time.time(), asyncio.get_running_loop().time
+        self.began = self.clock()
         # `shut_down` was called a second time; further calls change nothing.
         self._hurries = False
         self.closed = asyncio.Event()
         self._shutdown: asyncio.Task[None] | None = None
-        self.state_dir, self.clock, self.state = state_dir, asyncio.get_running_loop().time, GatewayState(config)
+        self.state_dir, self.state = state_dir, GatewayState(config)
         self.versions = VersionStore(state_dir.path, self.state)
         self.keys = KeyRing(lambda: self.edges.use_changed_keys(), config.server)
         shell = self.shell = self._make_shell(seen, timeouts)
@@ -412,43 +411,23 @@ async def _in_time(closing: Awaitable[None], what: str, within_s: float) -> None
 def make_management(gateway: App, streams: Streams | None = None) -> Management:
     """`streams` counts the streams of events and logs; by default its own."""
     app, shell = empty_app(), gateway.shell
-    began = gateway.clock()
-
-    def uptime_s() -> float:
-        # By the monotonic clock, which is never set.
-        return gateway.clock() - began
-
-    def look() -> Snapshot:
-        return Snapshot(gateway, uptime_s())
-
-    streams = streams or Streams(lambda: gateway.is_draining, gateway.clock)
+    streams = streams or Streams(shell)
     # Their paths come before those that take any id.
     DownloadRoutes(gateway.downloads).add_to(app)
-    loads = LoadRoutes(shell, gateway.resolver, gateway.tasks, gateway.loads)
+    loads = LoadRoutes(shell, gateway.models, gateway.tasks, gateway.loads)
     loads.add_to(app)
-    NativeRoutes(shell, gateway.tasks, loads, look).add_to(app)
-    library = LibraryRoutes(shell, gateway.library, gateway.loads, gateway.updates, look)
+    LlamaCppRoutes(shell, gateway.tasks, loads, gateway).add_to(app)
+    library = LibraryRoutes(shell, gateway.library, gateway.loads, gateway.versions, gateway)
     library.add_to(app)
-    Listing(gateway.catalog, gateway.resolver, gateway.tasks, look).add_to(app)
-    OllamaRoutes(
-        shell, gateway.resolver, gateway.tasks, gateway.library, gateway.downloads, library, gateway.started_at, look
-    ).add_to(app)
-    LlamaSwapRoutes(shell, gateway.loads, gateway.updates, streams, look).add_to(app)
-    CapabilityRoutes(shell, gateway.resolver, gateway.library, gateway.memory_watch, gateway.loads, look).add_to(app)
-    Watching(gateway, streams, look, uptime_s).add_to(app)
-    Operating(
-        shell,
-        gateway.resolver,
-        gateway.tasks,
-        gateway.loads,
-        gateway.operations,
-        gateway.updates,
-        gateway,
-        streams,
-        look,
-    ).add_to(app)
+    Listing(gateway, gateway.resolver, gateway.tasks).add_to(app)
+    OllamaRoutes(shell, gateway.resolver, gateway.tasks, gateway.library, gateway.downloads, library, gateway).add_to(
+        app
+    )
+    LlamaSwapRoutes(shell, gateway.loads, streams, gateway).add_to(app)
+    CapabilityRoutes(shell, gateway.resolver, gateway.library, gateway.memory_watch, gateway.loads, gateway).add_to(app)
+    Watching(gateway, streams).add_to(app)
+    Operating(shell, gateway.models, gateway.tasks, gateway.loads, gateway.operations, streams, gateway).add_to(app)
     ConfigRoutes(gateway).add_to(app)
-    PinRoutes(shell, gateway.tasks, gateway.models, gateway.updates).add_to(app)
     VersionRoutes(shell, gateway.updates).add_to(app)
     QueueRoutes(shell, gateway.activity, gateway.tickets).add_to(app)
     HistoryRoutes(shell, gateway.history).add_to(app)
@@ -465,9 +444,7 @@ def make_management(gateway: App, streams: Streams | None = None) -> Management:
     PictureRoutes(gateway.pictures, gateway.clock).add_to(app)
     Docs(app, shell).add_to(app)
     # One of them takes any id, so it is asked last.
-    ModelStatuses(gateway.catalog, gateway.tasks, look).add_to(app)
-    models = GovernedModels(
-        shell, gateway.resolver, gateway.library, gateway.downloads, gateway.updates, library.users_of
-    )
+    ModelStatuses(gateway, gateway.tasks).add_to(app)
+    models = GovernedModels(shell, gateway.resolver, gateway.library, gateway.downloads, gateway.updates, library)
     governed = GovernedRoutes(app, gateway.governance, models)
     return Management(governed, governed.routes)

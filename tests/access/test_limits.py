@@ -1,4 +1,4 @@
-"""Windows, meters and charges, by a clock that the test sets."""
+"""Windows, quotas and holds, by a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -243,11 +243,11 @@ def test_keys_of_the_configuration_carry_their_limits() -> None:
 
 
 def begun(limiter: Limiter, tokens: int = 0, model: str = "m") -> QuotaHold:
-    charge = limiter.charge_of(limiter.admit(ANYONE, None), ANYONE, None, [limiter.of_model(model)])
-    assert charge is not None
-    charge.tokens_asked = tokens
-    charge.begin()
-    return charge
+    hold = limiter.charge_of(limiter.admit(ANYONE, None), ANYONE, None, [limiter.of_model(model)])
+    assert hold is not None
+    hold.tokens_asked = tokens
+    hold.begin()
+    return hold
 
 
 def test_places_at_once_are_freed_at_the_end_and_only_once() -> None:
@@ -307,7 +307,7 @@ def test_tokens_that_one_limit_refuses_are_reserved_at_none() -> None:
     with pytest.raises(RateLimited, match="Model m exceeded"):
         refused.begin()
     refused.end(10)
-    assert [meter.figures(START)["tokens_left"] for meter in made.meters] == [30, 80]
+    assert [quota.figures(START)["tokens_left"] for quota in made.quotas] == [30, 80]
 
 
 def test_a_request_that_asks_for_more_tokens_than_the_limit_is_let_in_alone() -> None:
@@ -317,17 +317,17 @@ def test_a_request_that_asks_for_more_tokens_than_the_limit_is_let_in_alone() ->
         begun(made, tokens=1_000)
 
 
-def told(charge: QuotaHold) -> dict[bytes, int]:
+def told(hold: QuotaHold) -> dict[bytes, int]:
     """What its caller is told by X-RateLimit-*."""
-    lines = (line.partition(b": ") for line in charge.answer_lines().split(b"\r\n") if line)
+    lines = (line.partition(b": ") for line in hold.answer_lines().split(b"\r\n") if line)
     return {name.removeprefix(b"x-ratelimit-"): int(value) for name, _, value in lines}
 
 
 def left_of(limiter: Limiter) -> int:
     """Tokens that callers are told to have left."""
-    charge = limiter.charge_of(None, ANYONE, None, [limiter.of_model("m")])
-    assert charge is not None
-    return told(charge)[b"remaining"]
+    hold = limiter.charge_of(None, ANYONE, None, [limiter.of_model("m")])
+    assert hold is not None
+    return told(hold)[b"remaining"]
 
 
 def test_a_reservation_above_the_limit_takes_no_more_than_the_limit() -> None:
@@ -386,10 +386,10 @@ def test_what_counts_is_what_was_used_once_all_answers_have_ended(
             running.remove(one)
             _settle(clock, exact, one)
         try:
-            charge = begun(made, tokens=tokens)
+            hold = begun(made, tokens=tokens)
         except RateLimited:
             continue
-        running.append((clock.now + takes_s, int(clock.now // MINUTE), min(tokens, limit), used, charge))
+        running.append((clock.now + takes_s, int(clock.now // MINUTE), min(tokens, limit), used, hold))
     for one in sorted(running, key=lambda one: one[0]):
         _settle(clock, exact, one)
     minute = int(clock.now // MINUTE)
@@ -399,9 +399,9 @@ def test_what_counts_is_what_was_used_once_all_answers_have_ended(
 
 
 def _settle(clock: Clock, exact: dict[int, int], one: tuple[float, int, int, int, QuotaHold]) -> None:
-    ends, began, reserved, used, charge = one
+    ends, began, reserved, used, hold = one
     clock.now = max(clock.now, ends)
-    charge.end(used)
+    hold.end(used)
     exact[began] = exact.get(began, 0) + min(used, reserved)
     minute = int(clock.now // MINUTE)
     exact[minute] = exact.get(minute, 0) + max(0, used - reserved)
@@ -439,17 +439,17 @@ def test_without_several_tenants_the_one_that_is_named_is_ignored_also_after_the
     made = Limiter(wall=Clock())
     tenants = {"lab": {"concurrent_max": 1}, "default": {"concurrent_max": 2}}
     made.configure(Config.model_validate({"server": {"multi_tenant": False}, "tenants": tenants}))
-    charge = made.charge_of(None, ANYONE, b"lab", [made.of_model("m")])
-    assert charge is not None
-    assert [meter.name for meter in charge.meters] == ["default"]
+    hold = made.charge_of(None, ANYONE, b"lab", [made.of_model("m")])
+    assert hold is not None
+    assert [quota.name for quota in hold.quotas] == ["default"]
 
 
 def test_headers_tell_of_the_limit_with_the_least_left() -> None:
     by = caller("k", "lab", requests_per_minute=5)
     made = limiter(Clock(), (by,), lab={"requests_per_minute": 3, "tokens_per_minute": 1})
-    charge = made.admit(by, None)
-    assert charge is not None
-    assert told(charge) == {b"limit": 3, b"remaining": 2, b"reset": START + MINUTE}
+    hold = made.admit(by, None)
+    assert hold is not None
+    assert told(hold) == {b"limit": 3, b"remaining": 2, b"reset": START + MINUTE}
 
 
 def test_headers_tell_of_tokens_where_requests_are_not_limited() -> None:
@@ -470,15 +470,15 @@ def test_a_request_for_a_task_is_counted_for_the_model_that_serves_it() -> None:
     limiter.configure(Config.model_validate({"models": models}))
 
     def begun() -> tuple[QuotaHold, list[Any]]:
-        meters = [limiter.of_model(name) for name in ("a", "b", "free")]
-        charge = limiter.charge_of(None, ANYONE, None, meters, is_task=True)
-        assert charge is not None and meters[2] is None
-        charge.tokens_asked = 60
-        charge.begin()
-        return charge, meters
+        quotas = [limiter.of_model(name) for name in ("a", "b", "free")]
+        hold = limiter.charge_of(None, ANYONE, None, quotas, is_task=True)
+        assert hold is not None and quotas[2] is None
+        hold.tokens_asked = 60
+        hold.begin()
+        return hold, quotas
 
-    def tokens_left(meter: Quota) -> int | None:
-        return meter.figures(START)["tokens_left"]
+    def tokens_left(quota: Quota) -> int | None:
+        return quota.figures(START)["tokens_left"]
 
     one, (a, b, _) = begun()
     assert a.in_flight == b.in_flight == 0

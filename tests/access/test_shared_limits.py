@@ -46,26 +46,31 @@ def early(tmp_path: Path) -> Iterator[RedisServer]:
 
 def test_an_address_with_an_option_that_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^limits\.store: redis://box/1 has an option"):
-        SharedLimits("redis://me:secret@box/1?foo=bar", "a", print)
+        SharedLimits("redis://me:secret@box/1?foo=bar", "a")
+
+
+class Store(SharedLimits):
+    """Notes what it would log, and in which minute."""
+
+    def __init__(self, url: str, gateway: str, *, wall: Callable[[], float], period_s: float) -> None:
+        super().__init__(url, gateway, wall=wall, period_s=period_s)
+        self.now = wall
+        self.told: list[tuple[str | None, int]] = []
+
+    def tell(self, why: str | None) -> None:
+        self.told.append((why, self.minute(self.now())))
 
 
 class Gateway:
     """Takes permits as fast as it gets them, and notes the minute of each."""
 
     def __init__(self, url: str, name: str, *, limit: int = LIMIT, period_s: float = PERIOD_S) -> None:
-        # What it was told of the store, and in which minute.
-        self.told: list[tuple[bool, int]] = []
-        self.whys: list[str | None] = []
         self.clock: Callable[[], float] = time.time
-        self.store = SharedLimits(url, name, self._told, wall=lambda: self.clock(), period_s=period_s)
+        self.store = Store(url, name, wall=lambda: self.clock(), period_s=period_s)
         self.window: SharedWindow = self.store.window("rate_limit:lab", limit)
         self.used: Counter[int] = Counter()
         # Minutes in whose second half it asked: by then its share is no longer held back by what it used before.
         self.asked_late: set[int] = set()
-
-    def _told(self, why: str | None) -> None:
-        self.whys.append(why)
-        self.told.append((why is not None, self.minute))
 
     @property
     def minute(self) -> int:
@@ -149,7 +154,7 @@ def per_minute(made: list[Gateway]) -> Counter[int]:
 
 def expect_no_excess(made: list[Gateway], lost_in: Iterable[int] = ()) -> None:
     """Never above the limit; in a minute in which the store goes each may use its half though the other used more."""
-    noticed = {minute for one in made for is_down, minute in one.told if is_down}
+    noticed = {minute for one in made for why, minute in one.store.told if why is not None}
     gone = {*lost_in, *noticed, *(minute - 1 for minute in noticed)}
     for minute, count in per_minute(made).items():
         assert count <= (1.5 * LIMIT if minute in gone else LIMIT), (per_minute(made), gone)
@@ -224,9 +229,9 @@ async def test_a_key_of_another_program_is_told_once_and_the_share_is_held(early
         for _ in range(5):
             assert one.ask()
             await asyncio.sleep(2 * one.store.tick_s)
-        assert one.whys == [HOLDS_SOMETHING_ELSE]
+        assert [why for why, _ in one.store.told] == [HOLDS_SOMETHING_ELSE]
         early.say("DEL", key)
-        await until(lambda: one.whys == [HOLDS_SOMETHING_ELSE, None], "it is used again")
+        await until(lambda: [why for why, _ in one.store.told] == [HOLDS_SOMETHING_ELSE, None], "it is used again")
 
 
 @pytest.mark.slow
@@ -253,7 +258,7 @@ async def test_store_killed_and_back_stays_within_the_stated_excess(redis: Redis
         # The start of the store, or a busy machine, may have let no gateway ask for a whole minute.
         asked = {minute for one in made for minute in one.asked_late}
         assert all(used[minute] > 0 for minute in range(gone + 1, back) if minute in asked), "each holds its share"
-        assert [is_down for is_down, _ in made[0].told][:2] == [True, False]
+        assert [why is not None for why, _ in made[0].store.told][:2] == [True, False]
 
 
 @pytest.mark.slow
@@ -409,5 +414,5 @@ async def test_a_store_with_a_text_that_cannot_be_read_is_told_once_and_asked_ag
         assert one.store.is_down
         await client.delete("rate_limit_epoch")
         await until(lambda: not one.store.is_down, "it is used again")
-        assert [why is None for why in one.whys] == [False, True]
+        assert [why is None for why, _ in one.store.told] == [False, True]
     await client.aclose()

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -236,7 +236,7 @@ class FakeGateway:
         self.path: Path | None = None
         self.started_at = 1_700_000_000.0
         self.is_draining = self.is_starting = self.is_catching_up = False
-        self.now = NOW
+        self.now = self.began = NOW
         # How far the wall clock is set ahead.
         self.wall_ahead_s = 0.0
         self.client_stats = ClientStats(self.clock)
@@ -252,7 +252,7 @@ class FakeGateway:
         self.observer, self.edge = FakeDecided(), FakeListening()
         self.memory_watch, self.leasing = FakeWatch(), FakeLeasing()
         self.sharing: FakeStore | None = None
-        self.history = History(lambda: sample(self, lambda: 1_700_000_000.0 + self.now - NOW + self.wall_ahead_s))
+        self.history = History(lambda: replace(sample(self), at=1_700_000_000.0 + self.now - NOW + self.wall_ahead_s))
         self.library = Library(Roots(()), None)
         state = GatewayState(self.config)
         self.resolver = Resolver(
@@ -279,7 +279,9 @@ class FakeGateway:
         self.governance = GovernanceGate(lambda: NOTHING_USED, UNWRITTEN)
         self.keys = KeyRing(lambda: None)
         # Tests of their routes have a whole gateway.
-        self.downloads = self.updates = self.jobs = self.pictures = self.bodies = self.spending = self.usage = None
+        self.downloads = self.updates = self.versions = self.jobs = self.pictures = self.bodies = self.spending = (
+            self.usage
+        ) = None
         # Parts of which routes ask few things, which are all here.
         self.shell = self.requests = self.remote = self.models = self.hosted_moves = self
         # What was to be forgotten, and what comes of it.
@@ -366,7 +368,7 @@ class Client:
         self, gateway: FakeGateway, *, is_admin: bool = True, caller: Caller | None = None, streams_max: int = 200
     ) -> None:
         # Quiet streams look often, so that nothing waits for that.
-        streams = Streams(lambda: gateway.is_draining, gateway.clock, streams_max, look_s=0.01)
+        streams = Streams(gateway, streams_max, look_s=0.01)
         self.app = make_management(gateway, streams)
         self._is_admin = is_admin
         self.caller = caller

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest_asyncio
+from starlette.types import Receive, Scope, Send
 
-from greenroom.api.asgi import AsgiBridge, Message
+from greenroom.api.asgi import AsgiBridge
 from greenroom.http.exchange import Exchange
 from greenroom.http.limits import EdgeLimits
 from tests.http.wires import QUICK, Client, Server, echo
@@ -23,12 +23,7 @@ class App:
     def __init__(self) -> None:
         self.heard: list[str] = []
 
-    async def __call__(
-        self,
-        scope: MutableMapping[str, Any],
-        receive: Callable[[], Awaitable[Message]],
-        send: Callable[[Message], Awaitable[None]],
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         while not self.heard or self.heard[-1] != "http.disconnect":
             self.heard.append((await receive())["type"])
 

@@ -17,10 +17,10 @@ async def test_limits_tell_what_is_left() -> None:
     models = {"a": model(limits={"concurrent_max": 4})}
     lab = TenantLimits(requests_per_minute=10, tokens_per_minute=1000)
     gateway.limiter.configure(Config(models=models, tenants={"lab": lab}))
-    charge = gateway.limiter.admit(LAB, None)
-    assert charge is not None
-    charge.tokens_asked = 300
-    charge.begin()
+    hold = gateway.limiter.admit(LAB, None)
+    assert hold is not None
+    hold.tokens_asked = 300
+    hold.begin()
     tenant, of_model = (await Client(gateway).get("/api/v1/limits")).json["limits"]
     assert (tenant["kind"], tenant["name"], tenant["in_flight"], tenant["concurrent_max"]) == ("tenant", "lab", 1, None)
     assert (tenant["requests_per_minute"], tenant["requests_left"]) == (10, 9)
@@ -33,9 +33,9 @@ async def test_those_of_which_most_is_used_come_first() -> None:
     gateway = FakeGateway({"a": model()})
     tenants = {f"t{number}": TenantLimits(requests_per_minute=10 + number) for number in range(300)}
     gateway.limiter.configure(Config(models={"a": model()}, tenants=tenants | {"lab": TenantLimits(concurrent_max=4)}))
-    charge = gateway.limiter.admit(LAB, None)
-    assert charge is not None
-    charge.begin()
+    hold = gateway.limiter.admit(LAB, None)
+    assert hold is not None
+    hold.begin()
     page = (await Client(gateway).get("/api/v1/limits?limit=5")).json
     assert (page["count"], len(page["limits"])) == (301, 5)
     assert (page["limits"][0]["name"], page["limits"][0]["in_flight"]) == ("lab", 1)

@@ -14,7 +14,7 @@ import jsonschema_rs
 import pytest
 
 from greenroom.api.asgi import AsgiBridge
-from greenroom.api.models.model_openapi import DOCUMENTED
+from greenroom.api.openapi import DOCUMENTED
 from greenroom.app import make_management
 from greenroom.config.kinds import id_problem
 from greenroom.http.limits import EdgeLimits

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -60,14 +59,12 @@ class KeyRing(Part):
         run: Run = run_detached,
         look_every_s: float = LOOK_EVERY_S,
         answer_max_s: float = ANSWER_MAX_S,
-        wall: Callable[[], float] = time.time,
     ) -> None:
         """`changed` is called when the file's keys, or its problems, are others than before."""
         self._run = run
         self._changed = changed
         self._look_every_s = look_every_s
         self._answer_max_s = answer_max_s
-        self._wall = wall
         self._server = server
         self._last = Look()
         # The last good keys of the file, revoked ones included.
@@ -170,7 +167,7 @@ class KeyRing(Part):
     def _join(self) -> None:
         keys, left_out = joined(self._server.api_keys, self.of_file)
         unkeyed = BY_TOKENS if is_reachable_without_keys(self._server) else ANYONE
-        self.keys = Keys(keys, is_required=self._server.has_keys, unkeyed=unkeyed, wall=self._wall)
+        self.keys = Keys(keys, is_required=self._server.has_keys, unkeyed=unkeyed)
         self.problems = tuple(left_out) if self._last.problem is None else (self._last.problem, *left_out)
 
 

@@ -11,13 +11,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from greenroom.access.budgets import LIMITS, MINUTE_S, Budget, Window
 from greenroom.access.keys import Caller
 from greenroom.config.schema import Config, RateLimits
 from greenroom.config.sections.keys import DEFAULT_TENANT
-from greenroom.errors import RateLimited
+from greenroom.errors import ConfigError, RateLimited
+from greenroom.runtime.shell import Shell
+
+if TYPE_CHECKING:
+    from greenroom.access.shared_limits import SharedLimits
 
 # When a place among the requests at once becomes free is not known; asking again this soon is cheap.
 PLACE_RETRY_S: Final = 1.0
@@ -104,40 +108,40 @@ class Quota:
 
 
 class QuotaHold:
-    """One request, and the meters that it is counted against."""
+    """One request, and the quotas that it is counted against."""
 
-    __slots__ = ("_begun", "_least", "_least_of", "_of_caller", "_reserved", "_wall", "meters", "model", "tokens_asked")
+    __slots__ = ("_begun", "_least", "_least_of", "_of_caller", "_reserved", "_wall", "model", "quotas", "tokens_asked")
 
-    def __init__(self, meters: tuple[Quota, ...], wall: Callable[[], float]) -> None:
-        """`meters` are those of its tenant and its key."""
-        self.meters = self._of_caller = meters
+    def __init__(self, quotas: tuple[Quota, ...], wall: Callable[[], float]) -> None:
+        """`quotas` are those of its tenant and its key."""
+        self.quotas = self._of_caller = quotas
         self.model: Quota | None = None
         # What it says it will use at most; 0 if it says nothing.
         self.tokens_asked = 0
         self._wall = wall
-        # The meters at which it has a place, and what it reserved. A reload changes neither.
+        # The quotas at which it has a place, and what it reserved. A reload changes neither.
         self._begun: tuple[Quota, ...] = ()
         self._reserved: list[Reserved] = []
         # Of the limits on requests that it was counted for, the one with the least left.
         self._least = UNLIMITED
         self._least_of: Budget | None = None
 
-    def admit(self, meters: tuple[Quota, ...], *, is_job: bool) -> None:
-        """Count a request for these meters. Raises RateLimited, and then nothing is counted. A job needs no place at
+    def admit(self, quotas: tuple[Quota, ...], *, is_job: bool) -> None:
+        """Count a request for these quotas. Raises RateLimited, and then nothing is counted. A job needs no place at
         once: it waits for one on disk."""
         now = self._wall()
-        for meter in meters:
-            for budget in meter.tokens:
+        for quota in quotas:
+            for budget in quota.tokens:
                 if budget.left(now) < 1:
-                    raise meter.used_up(budget, 1, now)
-            if meter.in_flight >= meter.concurrent_max and not is_job:
-                raise meter.no_place(now)
-        self._count(meters, now)
+                    raise quota.used_up(budget, 1, now)
+            if quota.in_flight >= quota.concurrent_max and not is_job:
+                raise quota.no_place(now)
+        self._count(quotas, now)
 
     def set_model(self, model: Quota | None) -> None:
         """Count it against this model, too."""
         self.model = model
-        self.meters = self._of_caller if model is None else (*self._of_caller, model)
+        self.quotas = self._of_caller if model is None else (*self._of_caller, model)
 
     def admit_to_model(self) -> None:
         """Count a job for its model. Raises RateLimited, and then nothing is counted."""
@@ -147,7 +151,7 @@ class QuotaHold:
     def begin(self, *, is_counted: bool = False) -> None:
         """Reserve tokens and take a place among the requests at once. Raises RateLimited, and then nothing is counted.
         The request is counted for its model, too, unless `is_counted`: a job's was, when it was submitted."""
-        self._enter(self.meters, () if is_counted or self.model is None else (self.model,))
+        self._enter(self.quotas, () if is_counted or self.model is None else (self.model,))
 
     def serve_by(self, model: Quota | None) -> None:
         """Count a request that has begun for this model, too, instead of for the one before. Raises RateLimited."""
@@ -159,40 +163,40 @@ class QuotaHold:
             self._enter((model,), (model,))
             self.set_model(model)
 
-    def _enter(self, meters: tuple[Quota, ...], counted: tuple[Quota, ...]) -> None:
-        """Take a place and reserve tokens at these meters, and count a request for some of them."""
+    def _enter(self, quotas: tuple[Quota, ...], counted: tuple[Quota, ...]) -> None:
+        """Take a place and reserve tokens at these quotas, and count a request for some of them."""
         now, reserved = self._wall(), self._reserved
-        for meter in meters:
-            if meter.in_flight >= meter.concurrent_max:
-                raise meter.no_place(now)
+        for quota in quotas:
+            if quota.in_flight >= quota.concurrent_max:
+                raise quota.no_place(now)
         before = len(reserved)
         try:
-            for meter in meters:
-                for budget in meter.tokens:
+            for quota in quotas:
+                for budget in quota.tokens:
                     amount = budget.reserve(self.tokens_asked, now)
                     if amount < 0:
-                        raise meter.used_up(budget, self.tokens_asked or 1, now)
-                    reserved.append((meter, budget, amount, budget.minute))
+                        raise quota.used_up(budget, self.tokens_asked or 1, now)
+                    reserved.append((quota, budget, amount, budget.minute))
             if counted:
                 self._count(counted, now)
         except RateLimited:
             _settle(reserved[before:], 0, now)
             del reserved[before:]
             raise
-        for meter in meters:
-            meter.in_flight += 1
-        self._begun += meters
+        for quota in quotas:
+            quota.in_flight += 1
+        self._begun += quotas
 
-    def _count(self, meters: tuple[Quota, ...], now: float) -> None:
-        """Count a request for all of these meters, or for none. Raises RateLimited."""
-        for meter in meters:
-            for budget in meter.requests:
+    def _count(self, quotas: tuple[Quota, ...], now: float) -> None:
+        """Count a request for all of these quotas, or for none. Raises RateLimited."""
+        for quota in quotas:
+            for budget in quota.requests:
                 left = budget.take_one(now)
                 if left < 0:
-                    asked = [one for each in meters for one in each.requests]
+                    asked = [one for each in quotas for one in each.requests]
                     for taken in asked[: asked.index(budget)]:
                         taken.give_back(1, taken.minute, now)
-                    raise meter.used_up(budget, 1, now)
+                    raise quota.used_up(budget, 1, now)
                 if left < self._least:
                     self._least, self._least_of = left, budget
 
@@ -200,7 +204,7 @@ class QuotaHold:
         """Give back its place and its tokens at this model. It stays counted as a request."""
         self.set_model(None)
         if model in self._begun:
-            self._begun = tuple([meter for meter in self._begun if meter is not model])
+            self._begun = tuple([quota for quota in self._begun if quota is not model])
             model.in_flight -= 1
         _settle([one for one in self._reserved if one[0] is model], 0, self._wall())
         self._reserved = [one for one in self._reserved if one[0] is not model]
@@ -209,8 +213,8 @@ class QuotaHold:
         """Free its place, and count the tokens that were really used. Only the first call after `begin` counts. What
         was reserved and not used is given back to the minute of the reservation; what was used beyond it counts from
         now on. None: an engine worked and nothing tells how much; what was reserved stays counted."""
-        for meter in self._begun:
-            meter.in_flight -= 1
+        for quota in self._begun:
+            quota.in_flight -= 1
         self._begun = ()
         if self._reserved:
             if tokens_used is not None:
@@ -218,8 +222,8 @@ class QuotaHold:
             self._reserved.clear()
 
     def counts_tokens(self) -> bool:
-        for meter in self.meters:  # noqa: SIM110 (a generator for each request costs more than the rest of this)
-            if meter.tokens:
+        for quota in self.quotas:  # noqa: SIM110 (a generator for each request costs more than the rest of this)
+            if quota.tokens:
                 return True
         return False
 
@@ -227,8 +231,8 @@ class QuotaHold:
         """X-RateLimit-*: of its limits on requests, the one that had the least left; else of those on tokens."""
         now, budget, least = self._wall(), self._least_of, self._least
         if budget is None:
-            for meter in self.meters:
-                for tokens in meter.tokens:
+            for quota in self.quotas:
+                for tokens in quota.tokens:
                     if (left := tokens.remaining(now)) < least:
                         budget, least = tokens, left
         return b"" if budget is None else _LINES % (budget.limit, least, reset_at(now, budget.period_s))
@@ -247,21 +251,34 @@ def reset_at(now: float, period_s: float = MINUTE_S) -> int:
     return int((now // period_s + 1.0) * period_s)
 
 
+def make_shared_limits(shell: Shell) -> SharedLimits | None:
+    """None if this gateway shares no limits. Raises ConfigError if the client of the store is not installed."""
+    url = shell.config.limits.store or shell.config.leases.store
+    if url is None:
+        return None
+    try:
+        # Imported only if used: it is slow to import.
+        from greenroom.access.shared_limits import SharedLimits
+    except ImportError as error:
+        raise ConfigError("limits.store needs the client for Redis: pip install 'greenroom[redis]'") from error
+    return SharedLimits(url, shell.state_dir.run_name)
+
+
 class Limiter:
-    """The meters of all tenants, keys and models. `is_on` is False while nothing is limited."""
+    """The quotas of all tenants, keys and models. `is_on` is False while nothing is limited."""
 
     def __init__(self, new_budget: NewBudget = in_memory, wall: Callable[[], float] = time.time) -> None:
         self.is_on = False
         self._new_budget = new_budget
         self._wall = wall
         self._config = Config()
-        self._meters: dict[tuple[Kind, str], Quota] = {}
+        self._quotas: dict[tuple[Kind, str], Quota] = {}
         # Of earlier configurations: they limit nothing, and go on counting if their limits come back.
         self._former: dict[tuple[Kind, str], Quota] = {}
         # False: the tenants that callers name are ignored.
         self._are_named = True
         self._of_model: dict[str, Quota] = {}
-        # The meters of a key's holder, as long as it is the same record; and those of tenants that callers name.
+        # The quotas of a key's holder, as long as it is the same record; and those of tenants that callers name.
         self._of_caller: dict[str, tuple[Caller, tuple[Quota, ...]]] = {}
         self._of_named: dict[bytes, tuple[Quota, ...]] = {}
         self._of_others: tuple[Quota, ...] = ()
@@ -271,26 +288,26 @@ class Limiter:
         self._are_named = config.server.multi_tenant
         self._config = config
         # Keys whose limits are not told here come back to theirs; requests that are counted against others still are.
-        self._former = {key: meter for key, meter in self._former.items() if meter.in_flight} | self._meters
-        self._meters = {}
+        self._former = {key: quota for key, quota in self._former.items() if quota.in_flight} | self._quotas
+        self._quotas = {}
         self._of_model = {
-            name: self._meter(MODEL, name, model.limits)
+            name: self._quota(MODEL, name, model.limits)
             for name, model in config.models.items()
             if model.limits is not None
         }
         self._of_named = {
-            name.encode(): (self._meter(TENANT, name, limits),) for name, limits in config.tenants.items()
+            name.encode(): (self._quota(TENANT, name, limits),) for name, limits in config.tenants.items()
         }
         self._of_others = self._of_named.get(DEFAULT_TENANT.encode(), ())
         self._of_caller = {}
         for caller in callers:
-            self._meters_of(caller)
-        self.is_on = bool(self._meters)
+            self._quotas_of(caller)
+        self.is_on = bool(self._quotas)
 
     @property
-    def meters(self) -> list[Quota]:
+    def quotas(self) -> list[Quota]:
         """Of all tenants, keys and models that are limited."""
-        return list(self._meters.values())
+        return list(self._quotas.values())
 
     def now(self) -> float:
         """By the clock that its minutes go by."""
@@ -298,12 +315,12 @@ class Limiter:
 
     def admit(self, caller: Caller, said_tenant: bytes | None, *, is_job: bool = False) -> QuotaHold | None:
         """Count a request at its headers; None if neither tenant nor key are limited. Raises RateLimited."""
-        meters = self._of(caller, said_tenant)
-        if not meters:
+        quotas = self._of(caller, said_tenant)
+        if not quotas:
             return None
-        charge = QuotaHold(meters, self._wall)
-        charge.admit(meters, is_job=is_job)
-        return charge
+        hold = QuotaHold(quotas, self._wall)
+        hold.admit(quotas, is_job=is_job)
+        return hold
 
     def of_model(self, model: str) -> Quota | None:
         """What limits this model; None if nothing does."""
@@ -318,15 +335,15 @@ class Limiter:
         *,
         is_task: bool = False,
     ) -> QuotaHold | None:
-        """The charge of a request whose body has been read; None if nothing that it uses is limited.
+        """The hold of a request whose body has been read; None if nothing that it uses is limited.
 
         Of the models of a task, the one that serves it is named later (`QuotaHold.serve_by`).
         """
         if admitted is None:
-            meters = self._of(caller, said_tenant)
-            if not meters and not any(models):
+            quotas = self._of(caller, said_tenant)
+            if not quotas and not any(models):
                 return None
-            admitted = QuotaHold(meters, self._wall)
+            admitted = QuotaHold(quotas, self._wall)
         if not is_task:
             admitted.set_model(models[0])
         return admitted
@@ -338,21 +355,21 @@ class Limiter:
                 return self._of_others
             return self._of_named.get(said_tenant, self._of_others)
         known = self._of_caller.get(caller.name)
-        return known[1] if known is not None and known[0] is caller else self._meters_of(caller)
+        return known[1] if known is not None and known[0] is caller else self._quotas_of(caller)
 
-    def _meters_of(self, caller: Caller) -> tuple[Quota, ...]:
-        meters: tuple[Quota, ...] = ()
+    def _quotas_of(self, caller: Caller) -> tuple[Quota, ...]:
+        quotas: tuple[Quota, ...] = ()
         tenants, tenant = self._config.tenants, caller.tenant
         if tenant is not None and (limits := tenants.get(tenant) or tenants.get(DEFAULT_TENANT)) is not None:
-            meters = (self._meter(TENANT, tenant, limits),)
+            quotas = (self._quota(TENANT, tenant, limits),)
         if caller.limits is not None:
-            meters = (*meters, self._meter(KEY, caller.name, caller.limits))
-        self._of_caller[caller.name] = (caller, meters)
-        return meters
+            quotas = (*quotas, self._quota(KEY, caller.name, caller.limits))
+        self._of_caller[caller.name] = (caller, quotas)
+        return quotas
 
-    def _meter(self, kind: Kind, name: str, limits: RateLimits) -> Quota:
+    def _quota(self, kind: Kind, name: str, limits: RateLimits) -> Quota:
         key = (kind, name)
-        meter = self._meters.get(key) or self._former.pop(key, None) or Quota(kind, name)
-        meter.apply(limits, self._new_budget)
-        self._meters[key] = meter
-        return meter
+        quota = self._quotas.get(key) or self._former.pop(key, None) or Quota(kind, name)
+        quota.apply(limits, self._new_budget)
+        self._quotas[key] = quota
+        return quota

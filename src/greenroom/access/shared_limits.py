@@ -29,6 +29,9 @@ from greenroom.access.shared_window import Asked, SharedWindow
 from greenroom.base.redis_link import ANSWER_MAX_S, connected, store_fault
 from greenroom.base.repeated import Repeated
 from greenroom.config.part import Part
+from greenroom.telemetry.logs import get_logger
+
+_log = get_logger("server")
 
 # Of a minute: how often the store is asked at least.
 _TICK: Final = 1 / 120
@@ -88,25 +91,18 @@ class _Handle:
 
 
 class SharedLimits(Part):
-    """The store, and the task that takes permits from it. `told` hears why it cannot be used; None: it can be again."""
+    """The store, and the task that takes permits from it."""
 
     name = "the store of limits"
 
     def __init__(
-        self,
-        url: str,
-        gateway: str,
-        told: Callable[[str | None], None],
-        *,
-        wall: Callable[[], float] = time.time,
-        period_s: float = MINUTE_S,
+        self, url: str, gateway: str, *, wall: Callable[[], float] = time.time, period_s: float = MINUTE_S
     ) -> None:
         """Raises ConfigError for an address with unknown options."""
         self.period_s = period_s
         self.tick_s = period_s * _TICK
         self.is_down = False
         self._gateway = gateway
-        self._told = told
         self._wall = wall
         # A call that is repeated would take twice.
         self._client = connected(url, "limits.store:", repeats=0, decode_responses=True)
@@ -114,7 +110,7 @@ class SharedLimits(Part):
         self._handles: weakref.WeakSet[_Handle] = weakref.WeakSet()
         self._hungry: set[SharedWindow] = set()
         self._asking = Repeated(
-            self._ask_again, "shared limits", self._pause_s, lambda what, error: told(store_fault(error))
+            self._ask_again, "shared limits", self._pause_s, lambda what, error: self.tell(store_fault(error))
         )
         self._is_open = False
         # When all are asked about again: by the loop's clock, as the wall clock may be set back.
@@ -156,6 +152,13 @@ class SharedLimits(Part):
             with contextlib.suppress(RedisError, OSError):
                 await self._client.zrem("rate_limit_gateways", self._gateway)
         await self._client.aclose()
+
+    def tell(self, why: str | None) -> None:
+        """Log why the store cannot be used; None: that it can be again."""
+        if why is not None:
+            _log.warning("the store of limits cannot be used; this gateway holds its share", why=f"it {why}")
+        else:
+            _log.info("the store of limits is back")
 
     # --- what windows ask ---------------------------------------------------------------------------------------------
 
@@ -222,7 +225,7 @@ class SharedLimits(Part):
             window.lost(asked)
         if not self.is_down:
             self.is_down = True
-            self._told(why)
+            self.tell(why)
 
     def _heard(self, part: list[tuple[SharedWindow, Asked]], reply: list[Any]) -> None:
         now = self._wall()
@@ -234,7 +237,7 @@ class SharedLimits(Part):
             self._share_minute = self.minute(now)
         if self.is_down:
             self.is_down = False
-            self._told(None)
+            self.tell(None)
         self._gateways = max(gateways, self._gateways) if self.holds_share(now) else gateways
         if is_new:
             for window in self._windows:

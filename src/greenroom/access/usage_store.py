@@ -20,8 +20,10 @@ from typing import Final, Literal
 
 from greenroom.base.detached import run_detached
 from greenroom.base.repeated import Repeated
+from greenroom.config.limits import is_named
 from greenroom.config.part import Part
 from greenroom.errors import UsageUnavailable
+from greenroom.runtime.shell import Shell
 from greenroom.runtime.steady_clock import SteadyClock
 from greenroom.telemetry.activity import DAY_S, FIGURES, Counts, Name, RowKey, UsageCounts
 from greenroom.telemetry.logs import get_logger
@@ -159,6 +161,13 @@ def _rows(counts: dict[RowKey, Counts]) -> list[UsageRow]:
 def _text(name: object) -> str:
     """A name that is not valid text must not keep all others from being written."""
     return str(name).encode("utf-8", "backslashreplace").decode()
+
+
+def make_usage(shell: Shell) -> UsageStore | None:
+    """None if no usage is kept."""
+    if not (days := shell.config.server.usage_days):
+        return None
+    return UsageStore(shell.state_dir.path, UsageCounts(lambda tenant: is_named(shell.config, tenant)), days)
 
 
 class UsageFile:

@@ -6,10 +6,11 @@ Owns the translation between an exchange and ASGI's messages, back-pressure and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any, Final, TypedDict
 
 from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Scope
 
 from greenroom.access.keys import STRANGER, Caller
 from greenroom.errors import BadRequest, GatewayBug, NotAllowed
@@ -20,11 +21,6 @@ from greenroom.library.orders import DownloadOrder
 from greenroom.serving import render
 from greenroom.serving.body.outline import count_values
 from greenroom.telemetry.logs import get_logger
-
-Message = MutableMapping[str, Any]
-Application = Callable[
-    [MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
-]
 
 _log = get_logger("server")
 
@@ -37,7 +33,7 @@ COUNTED_BYTES: Final = 16 * 1024
 
 
 class AsgiBridge:
-    def __init__(self, application: Application) -> None:
+    def __init__(self, application: ASGIApp) -> None:
         self._application = application
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -59,7 +55,7 @@ class AsgiBridge:
         for task in list(self._tasks):
             task.cancel()
 
-    async def _run(self, call: _AsgiCall, exchange: Exchange, scope: MutableMapping[str, Any], request_id: str) -> None:
+    async def _run(self, call: _AsgiCall, exchange: Exchange, scope: Scope, request_id: str) -> None:
         try:
             # The values of a job's request are counted when it is read.
             if len(exchange.body) > COUNTED_BYTES and scope["path"] != JOBS_PATH.decode():
@@ -178,7 +174,7 @@ class _AsgiCall:
             exchange.finish()
 
 
-def scope_of(head: Head, path: bytes, state: dict[str, Any]) -> MutableMapping[str, Any]:
+def scope_of(head: Head, path: bytes, state: dict[str, Any]) -> Scope:
     """A request as ASGI describes it; `path` is the path to route."""
     return {
         "type": "http",

@@ -9,7 +9,7 @@ from typing import Final
 from greenroom.access.key_ring import KeyRing
 from greenroom.access.limits import Limiter
 from greenroom.api.asgi import AsgiBridge
-from greenroom.api.front import Door, HostRule, MetricsDoor
+from greenroom.api.front import Door, HostRule
 from greenroom.config.diff import Changes
 from greenroom.config.part import Apply, Part
 from greenroom.config.schema import Config, Server
@@ -55,7 +55,7 @@ class Edges(Part):
         self.metrics_edge: Edge | None = None
         if server.metrics and server.metrics_port is not None:
             self.metrics_edge = Edge(
-                admit=MetricsDoor(door).admit, handle=handle, refuse=refuse, limits=limits_for(server)
+                admit=door.admit_to_metrics, handle=handle, refuse=refuse, limits=limits_for(server)
             )
         if bodies.spools_to_memory:
             _log.warning(

@@ -16,6 +16,7 @@ from urllib.parse import unquote_to_bytes
 from greenroom.access.keys import ANYONE, BY_TOKENS, Caller, Keys, Permission, presented_key
 from greenroom.access.limits import Limiter
 from greenroom.api.asgi import JOBS_PATH, MANAGEMENT_BODY_MAX, AsgiBridge
+from greenroom.api.management import Management
 from greenroom.api.ui import files as ui
 from greenroom.dialects.dialect import Route
 from greenroom.dialects.openai import OPENAI
@@ -55,31 +56,15 @@ class Answering(Protocol):
     def handle(self, exchange: Exchange, admitted: Admitted, route: Route) -> None: ...
 
 
-class RouteRules(Protocol):
-    """What the routes of the management API say of a request."""
-
-    def needs(self, head: Head, path: bytes) -> Permission:
-        """The permission that it requires."""
-        ...
-
-    def acts(self, head: Head, path: bytes) -> bool:
-        """True if it is signed where operations are, whatever its method."""
-        ...
-
-
 class Door:
     """`jobs` takes the requests whose callers prefer the answer later; without it they are answered like all others."""
 
     def __init__(
-        self,
-        inference: Inference,
-        management: AsgiBridge,
-        rules: RouteRules,
-        jobs: Answering | None = None,
+        self, inference: Inference, bridge: AsgiBridge, management: Management, jobs: Answering | None = None
     ) -> None:
         self._inference = inference
+        self._bridge = bridge
         self._management = management
-        self._rules = rules
         self._jobs = jobs
         self.keys = Keys(())
         self.hosts = HostRule()
@@ -115,6 +100,14 @@ class Door:
         # A job's request is inside of the body.
         return settings.body_max if is_job else MANAGEMENT_BODY_MAX
 
+    def admit_to_metrics(self, head: Head) -> int:
+        """At the second port: metrics and health checks by the same rules, without a body. Raises NotFound for others,
+        or what `admit` raises."""
+        if head.method not in READING or not (head.path == METRICS_PATH or head.path in OPEN_PATHS):
+            raise NotFound("This port serves GET of /metrics, /health, /healthz and /readyz alone.")
+        self.admit(head)
+        return 0
+
     def handle(self, exchange: Exchange) -> None:
         head = exchange.head
         admitted = head.note if isinstance(head.note, Admitted) else None
@@ -132,7 +125,7 @@ class Door:
             if admitted is not None:
                 caller = admitted.caller if is_admin else self._inference.narrowed(admitted)
             request_id = self._inference.ids.next()
-            self._management.handle(exchange, routed_path(head), request_id, is_admin=is_admin, caller=caller)
+            self._bridge.handle(exchange, routed_path(head), request_id, is_admin=is_admin, caller=caller)
 
     def refuse(self, exchange: Exchange | None, head: Head | None, error: GreenroomError) -> tuple[int, Headers, bytes]:
         """Render an error that the edge answers itself: no valid key, a malformed request, too many connections."""
@@ -161,7 +154,7 @@ class Door:
         if site in OWN_SITES or (site is None and referer is None) or is_picture(head.path):
             return
         asks_model = head.path in MODEL_ROUTES or head.path.startswith(UPSTREAM_PREFIX)
-        only_reads = not asks_model and head.method in READING and not self._rules.acts(head, routed_path(head))
+        only_reads = not asks_model and head.method in READING and not self._management.acts(head, routed_path(head))
         if site is not None:
             # Links to pages that only read are allowed: the user sees the answer, the other page does not.
             if not (only_reads and head.get(b"sec-fetch-dest") == b"document"):
@@ -185,25 +178,11 @@ class Door:
             if not has_one_path(head.upgrade):
                 # A server may ignore an offered upgrade.
                 head.upgrade = None
-        elif (
-            route is None and not caller.admin and not caller.may(needed := self._rules.needs(head, routed_path(head)))
-        ):
-            raise _not_allowed(caller, needed)
+        elif route is None and not caller.admin:
+            needed = self._management.needs(head, routed_path(head))
+            if not caller.may(needed):
+                raise _not_allowed(caller, needed)
         return admitted
-
-
-class MetricsDoor:
-    """The door of the second port: metrics and health checks by the rules of the first door, and nothing else."""
-
-    def __init__(self, door: Door) -> None:
-        self._door = door
-
-    def admit(self, head: Head) -> int:
-        """No request here has a body. Raises NotFound, or what the first door raises."""
-        if head.method not in READING or not (head.path == METRICS_PATH or head.path in OPEN_PATHS):
-            raise NotFound("This port serves GET of /metrics, /health, /healthz and /readyz alone.")
-        self._door.admit(head)
-        return 0
 
 
 def prefers_later(head: Head) -> bool:

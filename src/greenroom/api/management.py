@@ -8,23 +8,22 @@ that owns the scheduler's state; none runs in a thread, where that state could c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import greenroom
 from greenroom.access.keys import Permission
-from greenroom.api.asgi import Application, Message, scope_of
+from greenroom.api.asgi import scope_of
 from greenroom.api.declared import DeclaredRoute, Routes, declared_routes, get, route_of
-from greenroom.api.docs_page import docs_page
-from greenroom.api.models.model_openapi import with_model_routes
+from greenroom.api.openapi import docs_page, with_model_routes
 from greenroom.api.views import ErrorBody
 from greenroom.base.detached import run_detached
 from greenroom.errors import BadRequest, GatewayBug, GreenroomError, MethodNotAllowed, NotFound, shown
@@ -37,16 +36,7 @@ from greenroom.serving.routes import dialect_of
 MISTAKES_SHOWN_MAX = 3
 
 
-def add_error_answers(app: FastAPI) -> None:
-    app.add_exception_handler(GreenroomError, _on_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(Exception, _on_bug)
-
-
-def error_answer(
-    scope: MutableMapping[str, Any], error: GreenroomError, extra: Mapping[str, str] | None = None
-) -> Response:
+def error_answer(scope: Scope, error: GreenroomError, extra: Mapping[str, str] | None = None) -> Response:
     """The rendered error. Its request id is left out: the bridge adds it to every answer."""
     state = scope.get("state", {})
     to_operator = bool(state.get("is_admin"))
@@ -156,18 +146,17 @@ def empty_app() -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        generate_unique_id_function=_route_name,
+        generate_unique_id_function=lambda route: route.name,
         responses={"default": _ERROR_ANSWER},
         # The gateway has its own metrics; no environment variable may make the framework send data.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.router.route_class = DeclaredRoute
-    add_error_answers(app)
+    app.add_exception_handler(GreenroomError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Exception, _on_bug)
     return app
-
-
-def _route_name(route: APIRoute) -> str:
-    return route.name
 
 
 class Docs(Routes):
@@ -203,17 +192,12 @@ class Docs(Routes):
 class Management:
     """The application, and what its routes require: permissions, and tokens where operations are signed."""
 
-    def __init__(self, application: Application, routes: Sequence[DeclaredRoute]) -> None:
+    def __init__(self, application: ASGIApp, routes: Sequence[DeclaredRoute]) -> None:
         """`application` answers by these routes."""
         self._application = application
         self.routes = routes
 
-    async def __call__(
-        self,
-        scope: MutableMapping[str, Any],
-        receive: Callable[[], Awaitable[Message]],
-        send: Callable[[Message], Awaitable[None]],
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # No route and no id has such characters, and route patterns ignore a line break at the end.
         if not scope["path"].isprintable():
             await error_answer(scope, nothing_at(scope["path"]))(scope, receive, send)
@@ -242,7 +226,7 @@ class Management:
         return found is not None and found[0].declared.signed is not None
 
 
-def _as_get(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+def _as_get(scope: Scope) -> Scope:
     """HEAD is answered like GET; the bridge leaves the body out. Streams refuse it by `is_head`."""
     if scope["method"] != "HEAD":
         return scope

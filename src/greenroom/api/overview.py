@@ -1,16 +1,19 @@
-"""What routes of the management API are given beside the `Shell`: the parts that the pages of state show."""
+"""What routes of the management API are given of the gateway beside its `Shell`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from greenroom.access.key_ring import KeyRing
-from greenroom.core.model import ModelId
-from greenroom.errors import GreenroomError, ShuttingDown
+from greenroom.config.diff import Changes
+from greenroom.config.schema import Config
+from greenroom.errors import ShuttingDown
 from greenroom.http.edge import Edge
 from greenroom.leases.records import Lease
 from greenroom.runtime.memory.watch import MemoryWatch
+from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.shell import Shell
 from greenroom.telemetry.activity import Activity
 
@@ -40,26 +43,21 @@ class LeaseTable(Protocol):
         ...
 
 
-class Failures(Protocol):
-    @property
-    def failures(self) -> Mapping[ModelId, GreenroomError]:
-        """Why the last load of a model failed, if it did."""
-        ...
-
-
 class Overview(Protocol):
-    """What the pages of state show."""
+    """The gateway as its pages show it."""
 
     shell: Shell
     memory_watch: MemoryWatch
     activity: Activity
     started_at: float
     """Wall clock, for people."""
+    began: float
+    """The same moment by the scheduler's clock, which is never set."""
     edge: Edge
     keys: KeyRing
-
-    @property
-    def mover(self) -> Failures: ...
+    mover: Mover
+    path: Path | None
+    """The configuration's file; None where the gateway was started without one."""
 
     @property
     def leasing(self) -> LeaseTable: ...
@@ -73,3 +71,9 @@ class Overview(Protocol):
     def is_catching_up(self) -> bool:
         """Until what the file of the desired state said at the start was tried."""
         ...
+
+    async def reread(self) -> Config:
+        """The configuration as a reload would take it. Changes nothing. Raises ConfigError."""
+
+    async def reload(self) -> Changes:
+        """Read the configuration again and apply what changed. Raises ConfigError, and then nothing has changed."""

@@ -27,6 +27,7 @@ from greenroom.config.hub import whisper_names, whisper_repository
 from greenroom.config.part import Apply, Part
 from greenroom.config.schema import Config
 from greenroom.errors import ModelNotFound, RemovalFailed
+from greenroom.library.download_locks import DownloadLocks
 from greenroom.library.facts import FETCHED_MAX, FILE_NAME, USED_MAX, Remembered, read_remembered, text_of
 from greenroom.library.folders import REST_SHARE, FolderTree
 from greenroom.library.models import Found, ModelFinder
@@ -107,6 +108,8 @@ class Library(Part):
         self._written = b""
         self._inventory = Inventory()
         self._records: dict[str, LibraryRecord] = {}
+        # Of weights that updates fetched, with other gateways.
+        self.locks = DownloadLocks(lambda: self.roots)
         self._lock, self._taking, self._removing = asyncio.Lock(), asyncio.Lock(), asyncio.Lock()
         self._asked = self._answered = 0
         self._looked = asyncio.Event()

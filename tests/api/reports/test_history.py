@@ -1,7 +1,9 @@
 from __future__ import annotations
 
-from greenroom.api.reports.history import HistoryRoutes
+import time
+
 from greenroom.core.model import Move, MoveId, MoveKind, Outcome, Tier
+from greenroom.runtime.observer import Residency
 from tests.api.management_rig import GPU, Client, FakeGateway, model
 
 START = 1_700_000_000.0
@@ -102,18 +104,18 @@ async def test_timeline_tells_where_a_model_was_and_why() -> None:
 async def test_timeline_gives_what_changed_since() -> None:
     gateway = FakeGateway({"a": model()})
     gateway.add_slot("a", Tier.READY)
-    residency = gateway.observer.residency
+    began = time.time() - 60
+    gateway.observer.residency = residency = Residency(lambda: began, lambda: 0.0)
     load = _move(gateway, MoveKind.LOAD)
     residency.moving(load, "a", {})
     residency.moved(load, "a", Outcome.DONE)
-    now = START + 60
-    routes = HistoryRoutes(gateway, gateway.history, lambda: now)
 
     async def phases(since: float) -> list[str]:
-        return [span.phase for span in (await routes.show_timeline(3600, since)).spans]
+        shown = (await Client(gateway).get(f"/api/v1/timeline?since={since}")).json
+        return [span["phase"] for span in shown["spans"]]
 
     assert await phases(0.0) == ["load", "ready"]
     # The load was over before; what goes on is told each time.
-    assert await phases(START + 30) == ["ready"]
+    assert await phases(began + 30) == ["ready"]
     # Read before the clock was set back: everything.
-    assert await phases(START + 3_600) == ["load", "ready"]
+    assert await phases(began + 3_600) == ["load", "ready"]

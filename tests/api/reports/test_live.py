@@ -6,10 +6,29 @@ from typing import Any
 
 from greenroom.api.reports import live
 from greenroom.core.model import Tier
-from tests.api.management_rig import Call, Client, FakeGateway, model
+from tests.api.management_rig import Call, Client, FakeGateway, FakeListening, model
 from tests.waiting import until
 
 STATE = "/api/v1/events?state=true"
+
+
+class WatchedEdge(FakeListening):
+    """Counts how often the state is looked at, and fails where a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+        self.failures: list[Exception] = []
+
+    @property
+    def connections(self) -> int:  # type: ignore[override]
+        self.looks += 1
+        if self.failures:
+            raise self.failures.pop()
+        return 0
+
+    @connections.setter
+    def connections(self, _: int) -> None: ...
 
 
 def _events(call: Call) -> list[tuple[str, Any]]:
@@ -66,53 +85,42 @@ async def test_later_only_what_changed_is_sent() -> None:
 
 async def test_nothing_is_sent_while_nothing_changes() -> None:
     gateway = FakeGateway({"a": model()})
-    looks = 0
-
-    def look() -> live.Snapshot:
-        nonlocal looks
-        looks += 1
-        gateway.now += 60
-        return live.Snapshot(gateway, 0.0)
-
-    feed = live.StateFeed(gateway.hub, live.LiveState(gateway, look, 0.001), None)
-    assert b"event: state" in (await feed.piece() or b"")
+    edge = gateway.edge = WatchedEdge()
+    viewer = live.StateViewer(gateway.hub, live.LiveState(gateway, 0.001), None)
+    assert b"event: state" in await viewer.piece()
     # Time passes, and nothing else.
-    before = looks
-    await until(lambda: looks >= before + 5)
+    before = edge.looks
+    while edge.looks < before + 5:
+        gateway.now += 60
+        await asyncio.sleep(0.001)
     gateway.hub.publish("load", {"model": "a"})
-    piece = await feed.piece() or b""
-    feed.close()
+    piece = await viewer.piece()
+    viewer.close()
     assert b"event: load" in piece and b"event: state" not in piece
 
 
 async def test_one_look_that_fails_is_not_the_last() -> None:
     gateway = FakeGateway({"a": model()})
-    failures: list[Exception] = []
-
-    def look() -> live.Snapshot:
-        if failures:
-            raise failures.pop()
-        return live.Snapshot(gateway, 0.0)
-
+    edge = gateway.edge = WatchedEdge()
     told: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
-    feed = live.StateFeed(gateway.hub, live.LiveState(gateway, look, 0.001), None)
-    await feed.piece()
-    failures.append(RuntimeError("once"))
+    viewer = live.StateViewer(gateway.hub, live.LiveState(gateway, 0.001), None)
+    await viewer.piece()
+    edge.failures.append(RuntimeError("once"))
     await until(lambda: bool(told))
     gateway.add_slot("a", Tier.READY)
-    assert b'"tier":"ready"' in (await asyncio.wait_for(feed.piece(), 30) or b"")
-    feed.close()
+    assert b'"tier":"ready"' in await asyncio.wait_for(viewer.piece(), 30)
+    viewer.close()
     assert [str(error) for error in told] == ["once"]
 
 
 async def test_events_that_wait_are_sent_together() -> None:
     gateway = FakeGateway({"a": model()})
-    feed = live.StateFeed(gateway.hub, live.LiveState(gateway, lambda: live.Snapshot(gateway, 0.0), 60.0), None)
+    viewer = live.StateViewer(gateway.hub, live.LiveState(gateway, 60.0), None)
     for number in range(60):
         gateway.hub.publish("load", {"number": number})
-    first, second = await feed.piece() or b"", await feed.piece() or b""
-    feed.close()
+    first, second = await viewer.piece(), await viewer.piece()
+    viewer.close()
     assert (first.count(b"event: "), second.count(b"event: ")) == (50, 11)
 
 
@@ -172,20 +180,13 @@ async def test_events_before_the_stream_are_sent_again() -> None:
 
 async def test_the_state_is_looked_at_only_while_it_is_watched() -> None:
     gateway = FakeGateway({"a": model()})
-    looks = 0
-
-    class Counting(live.Snapshot):
-        def status(self, *, with_models: bool = True) -> Any:
-            nonlocal looks
-            looks += 1
-            return super().status(with_models=with_models)
-
-    state = live.LiveState(gateway, lambda: Counting(gateway, 0.0), 0.01)
+    edge = gateway.edge = WatchedEdge()
+    state = live.LiveState(gateway, 0.01)
     assert not state.is_looking
-    feed = live.StateFeed(gateway.hub, state, None)
-    assert await feed.piece() is not None
-    assert state.is_looking and looks == 1
-    feed.close()
+    viewer = live.StateViewer(gateway.hub, state, None)
+    assert await viewer.piece()
+    assert state.is_looking and edge.looks == 1
+    viewer.close()
     assert not state.is_looking and gateway.hub.listeners == 0
 
 

@@ -6,7 +6,8 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -159,7 +160,7 @@ async def test_what_cannot_be_written_is_counted_until_it_can() -> None:
             raise AuditUnavailable("full", retry_after_s=1)
         written.append(fields)
 
-    refusals = Refusals(append, fold_s=0.02)
+    refusals = Refusals(cast(AuditLog, SimpleNamespace(append=append)), fold_s=0.02)
     for _ in range(3):
         await refusals.add({"code": "token_missing", "key": "ops", "operation": "model-load"})
     await asyncio.sleep(0.1)
@@ -177,7 +178,7 @@ async def test_closing_writes_what_is_left_once(count: int) -> None:
     async def append(fields: Mapping[str, Any]) -> None:
         written.append(fields)
 
-    refusals = Refusals(append)
+    refusals = Refusals(cast(AuditLog, SimpleNamespace(append=append)))
     for _ in range(1 + count):
         await refusals.add({"code": "token_missing", "key": "ops"})
     await refusals.close()

@@ -312,7 +312,7 @@ async def test_a_used_token_stays_used_over_a_restart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left", [None, b"", b"rubbish\n", b"greenroom nonces 1 after 0\n1 zz\n"])
 async def test_without_its_journal_tokens_from_before_are_refused(tmp_path: Path, left: bytes | None) -> None:
-    (await opened(tmp_path, key_path=key_file(tmp_path))).rules = None
+    (await opened(tmp_path, key_path=key_file(tmp_path))).keys = None
     journal = tmp_path / "nonces"
     journal.write_bytes(left or b"")
     folder = tmp_path / "again"

@@ -103,5 +103,5 @@ async def opened(
         clock,
         fold_s,
     )
-    gate.rules = await gate.read(section)
+    gate.keys = await gate.read(section)
     return gate

@@ -13,9 +13,10 @@ import pytest
 
 from greenroom.config.schema import Model
 from greenroom.features.library.downloads import Downloads
-from greenroom.features.versions.weights import VersionWeights, WeightsRef, _is_needed
-from greenroom.library.download_locks import FETCHING, FOLDER
+from greenroom.features.versions.weights import VersionWeights, _is_needed
+from greenroom.library.download_locks import FETCHING, FOLDER, DownloadLocks
 from greenroom.library.records import LibraryRecord, ModelFile, ModelKind, Source
+from greenroom.library.roots import Roots
 from tests.library.hub_cache import add_snapshot
 from tests.waiting import PATIENCE_S, until
 
@@ -38,8 +39,9 @@ class SlowRoots:
 
 async def test_a_fetch_that_is_cancelled_while_it_begins_leaves_no_lock(tmp_path: Path) -> None:
     roots = SlowRoots(tmp_path)
-    weights = VersionWeights(cast(Downloads, SimpleNamespace(library=SimpleNamespace(roots=roots))))
-    fetching = asyncio.ensure_future(weights.found(cast(Model, None), WeightsRef("org/name"), set()))
+    library = SimpleNamespace(roots=roots, locks=DownloadLocks(lambda: cast(Roots, roots)))
+    weights = VersionWeights(cast(Downloads, SimpleNamespace(library=library)))
+    fetching = asyncio.ensure_future(weights.found(cast(Model, None), "org/name", None, set()))
     await until(roots.asked.is_set)
     fetching.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -11,7 +11,6 @@ from typing import Any
 from greenroom.app import App
 from greenroom.core.model import ModelId, Tier
 from greenroom.features.versions.updates import UpdateOrder
-from greenroom.features.versions.weights import WeightsRef
 from tests.harness import gateway, tiny, write_config
 from tests.integration.raw import Answer, Raw, asking, http
 from tests.models import tiny as tiny_file
@@ -181,12 +180,12 @@ async def test_an_update_tells_what_it_wants_at_once_and_nothing_of_the_last_one
     async with gateway(tmp_path, models(tmp_path), **options(tmp_path)) as app:
         await update(app, "./nothing", status=404)
         assert app.updates.error("m") is not None
-        order = UpdateOrder(WeightsRef(weights(tmp_path, "bravo")))
+        order = UpdateOrder(weights(tmp_path, "bravo"))
         beginning = asyncio.create_task(app.updates.submit("m", order, tenant="t", key="k"))
         await asyncio.sleep(0)
         assert not beginning.done() and app.updates.running("m") is not None
         desired = app.updates.desired("m")
-        assert desired is not None and desired.repo_id == order.weights.repo_id
+        assert desired is not None and desired.model_repo_id == order.repo_id
         assert app.updates.error("m") is None
         await app.updates.ended((await beginning).id)
         assert app.updates.desired("m") is None

@@ -149,7 +149,7 @@ class LimitRoutes(Routes):
     @get(LIMITS_PATH, needs=Permission.READ)
     async def list_limits(self, limit: Annotated[int, Query(ge=1, le=LIMITS_MAX)] = 100) -> LimitList:
         """What tenants, keys and models may use, and what is left of it."""
-        now, meters = self._limiter.now(), list(self._limiter.meters)
-        first = heapq.nlargest(limit, meters, key=lambda meter: (meter.used_share(now), -_ORDER.index(meter.kind)))
+        now, quotas = self._limiter.now(), list(self._limiter.quotas)
+        first = heapq.nlargest(limit, quotas, key=lambda quota: (quota.used_share(now), -_ORDER.index(quota.kind)))
         rows = [LimitView(kind=one.kind, name=one.name, **one.figures(now)) for one in first]
-        return LimitList(count=len(meters), limits=rows)
+        return LimitList(count=len(quotas), limits=rows)

@@ -1,7 +1,8 @@
 """`/api/v1/config/effective`: every value that counts, where it is from, and what the file says by now.
 
-Reads the file again and applies nothing. For admins: a configuration names paths, tenants and other machines. What may
-be a secret is never told.
+`/api/v1/config`: what changes while the gateway runs. `/api/v1/remotes`: what providers cost. The first reads the file
+again and applies nothing. It is for admins: a configuration names paths, tenants and other machines. What may be a
+secret is never told.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 from greenroom.access.keys import Permission
-from greenroom.api.declared import Routes, get
-from greenroom.api.views import View
+from greenroom.api.declared import Routes, get, of_all, put
+from greenroom.api.overview import Overview
+from greenroom.api.views import Order, View
 from greenroom.base.detached import run_detached
 from greenroom.config import environment, loader, mistakes
 from greenroom.config.diff import diff
@@ -23,6 +25,9 @@ from greenroom.config.problems import problems
 from greenroom.config.reader import Where, dotted
 from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
+from greenroom.runtime.remote.fallback import CloudFallback
+from greenroom.runtime.remote.spending import Spending
+from greenroom.runtime.shell import Shell
 
 PATH: Final = "/api/v1/config/effective"
 _HIDDEN: Final = mistakes.SECRET_KEYS | mistakes.COMMAND_KEYS
@@ -77,37 +82,24 @@ class EffectiveConfig(View):
     """What a reload would do; null if there is nothing to read, or it cannot be used."""
 
 
-class ConfigFile(Protocol):
-    """The configuration that runs, and the file that it is from."""
-
-    path: Path | None
-    """None where the gateway was started without one."""
-
-    @property
-    def config(self) -> Config: ...
-
-    async def reread(self) -> Config:
-        """The configuration as a reload would take it. Changes nothing. Raises ConfigError."""
-
-
 class ConfigRoutes(Routes):
-    def __init__(self, source: ConfigFile) -> None:
-        self._source = source
+    def __init__(self, gateway: Overview) -> None:
+        self._gateway = gateway
 
     @get(PATH, needs=Permission.MANAGE)
     async def effective_config(self) -> EffectiveConfig:
         """The configuration that counts, where each value is from, and what a reload would change. Changes nothing."""
-        source = self._source
+        path = self._gateway.path
         # In threads: of hundreds of models each of these takes longer than the loop may wait.
-        loaded, wrong = await run_detached(lambda: _read(source.path), "read the configuration")
-        config = source.config
+        loaded, wrong = await run_detached(lambda: _read(path), "read the configuration")
+        config = self._gateway.shell.config
         warnings = (
             await run_detached(lambda: problems(config), "check the configuration")
             if loaded is None
             else loaded.warnings
         )
         return EffectiveConfig(
-            file=None if source.path is None else str(source.path),
+            file=None if path is None else str(path),
             values=await run_detached(lambda: list(_values(config, loaded)), "list the configuration"),
             check=ConfigCheck(problems=wrong, warnings=list(warnings)),
             pending=None if loaded is None else await self._pending(),
@@ -115,19 +107,12 @@ class ConfigRoutes(Routes):
 
     async def _pending(self) -> PendingChanges | None:
         try:
-            now, then = self._source.config, await self._source.reread()
+            now, then = self._gateway.shell.config, await self._gateway.reread()
             changes = await run_detached(lambda: diff(now, then), "compare configurations")
         except ConfigError:
             # There is no file, or it has become unusable just now.
             return None
-        return PendingChanges(
-            added=list(changes.added),
-            changed=list(changes.changed),
-            relabelled=list(changes.relabelled),
-            removed=list(changes.removed),
-            at_once=list(changes.at_once),
-            needs_restart=list(changes.needs_restart),
-        )
+        return PendingChanges.model_validate(changes, from_attributes=True)
 
 
 def _read(path: Path | None) -> tuple[LoadedConfig | None, list[str]]:
@@ -179,3 +164,71 @@ def _told(where: Where, value: Any) -> Any:
 
 def _is_free_secret(where: Where) -> bool:
     return bool(_FREE.intersection(where)) and any(_SECRET_NAME.search(str(name)) for name in where)
+
+
+# --- what changes while it runs, and providers ------------------------------------------------------------------------
+
+
+RUNTIME_PATH = "/api/v1/config"
+REMOTES_PATH = "/api/v1/remotes"
+
+
+class RuntimeConfig(View):
+    allowCloudFallback: bool  # noqa: N815
+    """Whether a request for a task may fall to a remote model that is not the first of its candidates."""
+
+
+class RuntimeConfigChange(Order):
+    allowCloudFallback: bool  # noqa: N815
+    """As in the answer."""
+
+
+class RemoteView(View):
+    name: str
+    """The prefix of its models' names."""
+    provider: str
+    spent_today: float
+    """Since midnight (UTC), with what requests that are under way may cost; 0 where no cost is configured."""
+    budget_per_day: float | None
+    """Null if there is none."""
+    problem: str | None
+    """Why it is not known what was spent, so that a provider with a budget is not asked; null if it is known."""
+
+
+class RemoteList(View):
+    remotes: list[RemoteView]
+
+
+class RemoteRoutes(Routes):
+    def __init__(self, shell: Shell, spending: Spending, fallback: CloudFallback) -> None:
+        self._shell = shell
+        self._spending = spending
+        self._fallback = fallback
+
+    @get(RUNTIME_PATH, needs=Permission.READ)
+    async def runtime_config(self) -> RuntimeConfig:
+        """What can be changed while the gateway runs, as it is now."""
+        return RuntimeConfig(allowCloudFallback=self._fallback.is_allowed)
+
+    @put(RUNTIME_PATH, needs=Permission.MANAGE, signed=of_all("config-reload"))
+    async def change_runtime_config(self, change: RuntimeConfigChange) -> RuntimeConfig:
+        """Change it, for requests that come from now on. It is kept over restarts."""
+        await self._fallback.set(change.allowCloudFallback)
+        return await self.runtime_config()
+
+    @get(REMOTES_PATH, needs=Permission.READ)
+    async def list_remotes(self) -> RemoteList:
+        """Each provider of remote models, and what was spent there today."""
+        spending, remotes = self._spending, self._shell.config.remotes
+        return RemoteList(
+            remotes=[
+                RemoteView(
+                    name=name,
+                    provider=remote.provider,
+                    spent_today=round(spending.spent(name), 6),
+                    budget_per_day=remote.budget_per_day,
+                    problem=spending.problem,
+                )
+                for name, remote in remotes.items()
+            ]
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Final
 
@@ -89,10 +89,9 @@ class TimelineView(View):
 
 
 class HistoryRoutes(Routes):
-    def __init__(self, shell: Shell, history: History, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, shell: Shell, history: History) -> None:
         self._shell = shell
         self._history = history
-        self._wall = wall
 
     @get(HISTORY_PATH, needs=Permission.READ)
     async def show_history(
@@ -120,7 +119,7 @@ class HistoryRoutes(Routes):
         ] = 0.0,
     ) -> TimelineView:
         """Which model was on which GPU during the last hour, its moves, and why."""
-        view, now = self._shell.loop.scheduler.view, self._wall()
+        view, now = self._shell.loop.scheduler.view, time.time()
         # The clock was set back since the earlier answer.
         first = now - seconds if since > now else max(now - seconds, since)
         spans = self._shell.observer.residency.spans(first, view.slots)
@@ -144,7 +143,7 @@ class HistoryRoutes(Routes):
         )
 
 
-def sample(gateway: Overview, wall: Callable[[], float] = time.time) -> Sample:
+def sample(gateway: Overview) -> Sample:
     """The gateway at this moment, in a dozen figures."""
     state = gateway.shell.loop.scheduler.view
     slots = [slot for slot in state.slots.values() if slot.lease is None]
@@ -154,7 +153,7 @@ def sample(gateway: Overview, wall: Callable[[], float] = time.time) -> Sample:
         for device in state.ledger.devices:
             held[str(device)] += holding.on(device)
     return Sample(
-        at=round(wall(), 3),
+        at=round(time.time(), 3),
         clock=gateway.shell.clock(),
         totals=gateway.shell.metrics.totals(),
         queue=state.waitlist.depth,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from itertools import islice
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ import msgspec
 
 from greenroom.api.overview import Overview
 from greenroom.api.reports.snapshot import Snapshot, is_failing
-from greenroom.api.reports.streams import EVENTS_MAX, event_frame
+from greenroom.api.reports.streams import EVENTS_MAX, Feed, event_frame
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.observer import DROPPED, Event, Hub
 
@@ -36,12 +37,11 @@ _LEFT_OUT: Final[dict[str, Any]] = {
 
 
 class LiveState:
-    def __init__(self, gateway: Overview, look: Callable[[], Snapshot], period_s: float) -> None:
+    def __init__(self, gateway: Overview, period_s: float) -> None:
         """Models are compared every `period_s`."""
         self._gateway = gateway
-        self._look = look
         self._period_s = period_s
-        self._viewers: set[StateFeed] = set()
+        self._viewers: set[StateViewer] = set()
         self._timer: asyncio.TimerHandle | None = None
         # What each model looked like; and its JSON where a viewer was told it since, with the time that it is of.
         self._facts: dict[str, object] = {}
@@ -53,7 +53,7 @@ class LiveState:
     def is_looking(self) -> bool:
         return self._timer is not None
 
-    def join(self, viewer: StateFeed) -> Iterator[str]:
+    def join(self, viewer: StateViewer) -> Iterator[str]:
         """Tell this viewer about changes until it leaves. Returns the models there are."""
         self._viewers.add(viewer)
         if self._timer is None:
@@ -62,7 +62,7 @@ class LiveState:
             self._arm()
         return iter(self._facts)
 
-    def leave(self, viewer: StateFeed) -> None:
+    def leave(self, viewer: StateViewer) -> None:
         self._viewers.discard(viewer)
         if not self._viewers and self._timer is not None:
             self._timer.cancel()
@@ -83,7 +83,7 @@ class LiveState:
             entry = self._gateway.shell.catalog.find(model)
             if entry is None or entry.shown_id(to_operator=True) != model:
                 return None
-            view = self._look().model(entry, to_operator=True, waiting=self._waiting[entry.id])
+            view = Snapshot(self._gateway).model(entry, to_operator=True, waiting=self._waiting[entry.id])
             found = msgspec.Raw(view.model_dump_json().encode())
             self._rendered[model] = now, found
         return found
@@ -138,20 +138,27 @@ class LiveState:
         return (entry.spec, waiting, slots, known, gateway.mover.failures.get(entry.id))
 
     def _rest_now(self) -> bytes:
-        return self._look().status(with_models=False).model_dump_json(exclude=_LEFT_OUT).encode()
+        return Snapshot(self._gateway).status(with_models=False).model_dump_json(exclude=_LEFT_OUT).encode()
 
 
-class StateFeed:
+async def state_feed(hub: Hub, live: LiveState, after: int | None) -> Feed:
     """Events as they happen and, between them, events of kind `state`: models that changed, and the rest.
 
     The first of them tell all models there are. Each has models as they are when it is sent.
     """
+    with closing(StateViewer(hub, live, after)) as viewer:
+        yield b""
+        while piece := await viewer.piece():
+            yield piece
 
-    def __init__(self, hub: Hub, live: LiveState, after: int | None, wall: Callable[[], float] = time.time) -> None:
+
+class StateViewer:
+    """What one viewer has still to be told."""
+
+    def __init__(self, hub: Hub, live: LiveState, after: int | None) -> None:
         self._subscription = hub.subscribe(after)
         self._hub = hub
         self._live = live
-        self._wall = wall
         self._unsaid: dict[str, None] = dict.fromkeys(live.join(self))
         self._is_first = True
         self._is_marked = False
@@ -168,8 +175,9 @@ class StateFeed:
             self._is_marked = True
             self._subscription.put(Event(self._hub.last_id, STATE, {}))
 
-    async def piece(self) -> bytes | None:
-        return b"".join([self._frame(event) for event in await self._subscription.several(EVENTS_MAX)]) or None
+    async def piece(self) -> bytes:
+        """Empty at the end."""
+        return b"".join([self._frame(event) for event in await self._subscription.several(EVENTS_MAX)])
 
     def _frame(self, event: Event) -> bytes:
         if event.kind == STATE:
@@ -191,7 +199,7 @@ class StateFeed:
         return {
             "first": is_first,
             "more": bool(self._unsaid),
-            "at": round(self._wall(), 3),
+            "at": round(time.time(), 3),
             "models": [said for _, said in found if said is not None],
             "gone": [model for model, said in found if said is None],
             "status": self._live.rest,

@@ -6,12 +6,13 @@ Owns how tables become answers. Never changes anything and never waits, so that 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Final, Literal
 
 import greenroom
+from greenroom.access.keys import ANYONE, Caller
 from greenroom.api import views
 from greenroom.api.overview import Overview
 from greenroom.api.reports.memory import GpuPicture, cache_view, green_room_view
@@ -35,11 +36,10 @@ SCHEDULER_FAILED_S = 60.0
 class Snapshot:
     """One moment of a gateway."""
 
-    def __init__(self, gateway: Overview, uptime_s: float) -> None:
+    def __init__(self, gateway: Overview) -> None:
         self._gateway = gateway
         self._state: SchedulerView = gateway.shell.loop.scheduler.view
         self._now = gateway.shell.clock()
-        self._uptime_s = uptime_s
 
     # --- /v1/models -------------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class Snapshot:
             status=self._health_word(),
             leaseStore=None if self._gateway.sharing is None else "up" if self._is_store_up else "down",
             keyFile=self._key_file(),
-            uptime=int(self._uptime_s),
+            uptime=int(self._now - self._gateway.began),
             modelsLoaded=sum(self.word(entry) is StatusWord.LOADED for entry in self._gateway.shell.catalog),
             queueDepth=state.waitlist.depth,
         )
@@ -146,7 +146,7 @@ class Snapshot:
             version=greenroom.__version__,
             build=BUILD,
             started=datetime.fromtimestamp(gateway.started_at, UTC).isoformat(timespec="seconds"),
-            uptime_s=round(self._uptime_s, 3),
+            uptime_s=round(self._now - gateway.began, 3),
             draining=gateway.shell.is_draining,
             addresses=list(gateway.edge.addresses),
             queue=self._queue(),
@@ -165,10 +165,10 @@ class Snapshot:
             connections=views.ConnectionsView(open=gateway.edge.connections, stats=asdict(gateway.edge.stats)),
         )
 
-    def models(self, *, to_operator: bool, sees: Callable[[str], bool] = lambda _: True) -> list[views.ModelView]:
-        """All models for operators; for others those that they may see, without those that are `unlisted`."""
+    def models(self, caller: Caller = ANYONE, *, to_operator: bool) -> list[views.ModelView]:
+        """All models that it may see for operators; for others without those that are `unlisted`."""
         waiting = Counter(waiter.model for waiter in self._callers())
-        seen = (entry for entry in self._gateway.shell.catalog.shown if sees(entry.base_id))
+        seen = (entry for entry in self._gateway.shell.catalog.shown if caller.sees(entry.base_id))
         shown = (entry for entry in seen if to_operator or not entry.config.unlisted)
         return [self._model(entry, waiting[entry.id], to_operator) for entry in shown]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator
+from contextlib import closing, suppress
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -21,6 +21,7 @@ from greenroom.api.asgi import caller_of
 from greenroom.errors import MethodNotAllowed, Overload, TooManyOfKey
 from greenroom.process.logs import LogRing
 from greenroom.runtime.observer import Event, Hub
+from greenroom.runtime.shell import Shell
 
 # Proxies close connections that are silent for a minute or less.
 HEARTBEAT_S = 15.0
@@ -64,65 +65,40 @@ def shown_line(line: str) -> str:
     return _CONTROL.sub("", _TERMINAL_CODE.sub("", line))
 
 
-class Feed(Protocol):
-    async def piece(self) -> bytes | None:
-        """The next bytes to send; None at the end."""
-        ...
-
-    def close(self) -> None: ...
+# Subscribes with its first piece, which may be empty and whose error is the answer. Closing it ends the subscription.
+Feed = AsyncGenerator[bytes]
 
 
-class EventFeed:
+async def event_feed(hub: Hub, after: int | None) -> Feed:
     """Events from now on, or those after the given event."""
-
-    def __init__(self, hub: Hub, after: int | None) -> None:
-        self._subscription = hub.subscribe(after)
-
-    async def piece(self) -> bytes | None:
-        return b"".join(map(event_frame, await self._subscription.several(EVENTS_MAX))) or None
-
-    def close(self) -> None:
-        self._subscription.close()
+    with hub.subscribe(after) as subscription:
+        yield b""
+        while events := await subscription.several(EVENTS_MAX):
+            yield b"".join(map(event_frame, events))
 
 
-class LogFeed:
+async def log_feed(ring: LogRing, history: int, media_type: str) -> Feed:
     """The last lines in one piece, then each as it is printed. A half-printed line is sent again when complete."""
-
-    def __init__(self, ring: LogRing, history: int, frame: Callable[[str], bytes]) -> None:
-        # Both in one turn of the loop, so that no line is lost between them or sent twice.
-        self._past = ring.tail(history)
-        self._subscription = ring.subscribe()
-        self._frame = frame
-
-    async def piece(self) -> bytes | None:
-        if self._past:
-            past, self._past = self._past, []
-            return b"".join(self._frame(shown_line(line)) for line in past)
-        line = await anext(self._subscription, None)
-        return None if line is None else self._frame(shown_line(line))
-
-    def close(self) -> None:
-        self._subscription.close()
+    frame = line_frame if media_type == SSE else plain_frame
+    # Both in one turn of the loop, so that no line is lost between them or sent twice.
+    past = ring.tail(history)
+    with closing(ring.subscribe()) as lines:
+        yield b"".join(frame(shown_line(line)) for line in past)
+        async for line in lines:
+            yield frame(shown_line(line))
 
 
 class Streams:
     """Counts the open streams, and refuses too many."""
 
-    def __init__(
-        self,
-        is_draining: Callable[[], bool],
-        clock: Callable[[], float],
-        streams_max: int = STREAMS_MAX,
-        look_s: float = LOOK_S,
-    ) -> None:
-        self.is_draining = is_draining
-        self.clock = clock
+    def __init__(self, shell: Shell, streams_max: int = STREAMS_MAX, look_s: float = LOOK_S) -> None:
+        self.shell = shell
         self.look_s = look_s
         self._streams_max = streams_max
         # By tenant; those of admins by an empty name.
         self.open: Counter[str] = Counter()
 
-    def answer(self, request: Request, open_feed: Callable[[], Feed], media_type: str = SSE) -> Response:
+    def answer(self, request: Request, feed: Feed, media_type: str = SSE) -> Response:
         """Raises Overload when there are too many already, and TooManyOfKey when this tenant has half of them."""
         caller = caller_of(request)
         tenant = "" if caller.admin else caller.tenant or caller.name
@@ -131,37 +107,37 @@ class Streams:
         if tenant and self.open[tenant] >= max(1, self._streams_max // 2):
             said = f"{tenant} has {self.open[tenant]} streams open, as many as one may have; close one."
             raise TooManyOfKey(said, retry_after_s=10.0)
-        return _Streamed(self, tenant, open_feed, media_type)
+        return _Streamed(self, tenant, feed, media_type)
 
 
 class _Streamed(Response):
     """Watches for the client's disconnect itself: what is sent after it is silently dropped."""
 
-    def __init__(self, streams: Streams, tenant: str, open_feed: Callable[[], Feed], media_type: str) -> None:
+    def __init__(self, streams: Streams, tenant: str, feed: Feed, media_type: str) -> None:
         super().__init__(media_type=media_type, headers=_HEADERS)
         del self.headers["content-length"]
         self._streams = streams
         self._tenant = tenant
-        self._open_feed = open_feed
+        self._feed = feed
         self._is_sse = media_type == SSE
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Opened before the first byte, so that a refusal still has its status.
-        feed = self._open_feed()
+        # Before the first byte, so that a refusal still has its status.
+        first = await anext(self._feed)
         self._streams.open[self._tenant] += 1
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send(_body(_RETRY if self._is_sse else b""))
-            await self._copy(feed, receive, send)
+            await send(_body((_RETRY if self._is_sse else b"") + first))
+            await self._copy(receive, send)
         finally:
             self._streams.open -= Counter((self._tenant,))
-            feed.close()
+            await self._feed.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _copy(self, feed: Feed, receive: Receive, send: Send) -> None:
+    async def _copy(self, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_until_gone(receive))
-        piece = asyncio.ensure_future(feed.piece())
-        clock, beat_at = self._streams.clock, self._streams.clock() + HEARTBEAT_S
+        piece = asyncio.ensure_future(self._next())
+        shell, beat_at = self._streams.shell, self._streams.shell.clock() + HEARTBEAT_S
         try:
             while not gone.done():
                 await asyncio.wait((gone, piece), timeout=self._streams.look_s, return_when=asyncio.FIRST_COMPLETED)
@@ -169,18 +145,22 @@ class _Streamed(Response):
                     if (data := piece.result()) is None:
                         return
                     await send(_body(data))
-                    piece = asyncio.ensure_future(feed.piece())
-                    beat_at = clock() + HEARTBEAT_S
-                elif self._streams.is_draining():
+                    piece = asyncio.ensure_future(self._next())
+                    beat_at = shell.clock() + HEARTBEAT_S
+                elif shell.is_draining:
                     # An event that was published just now may still be on its way.
                     if not (await asyncio.wait((piece,), timeout=LAST_WORD_S))[0]:
                         return
-                elif self._is_sse and clock() >= beat_at:
+                elif self._is_sse and shell.clock() >= beat_at:
                     await send(_body(_COMMENT))
-                    beat_at = clock() + HEARTBEAT_S
+                    beat_at = shell.clock() + HEARTBEAT_S
         finally:
             await _end(gone)
             await _end(piece)
+
+    async def _next(self) -> bytes | None:
+        """None at the end."""
+        return await anext(self._feed, None)
 
 
 def _body(data: bytes) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
 from typing import Annotated
 
@@ -20,10 +20,10 @@ from greenroom.api import views
 from greenroom.api.asgi import asked_by_admin, caller_of
 from greenroom.api.declared import Routes, get
 from greenroom.api.overview import Overview
-from greenroom.api.reports.live import LiveState, StateFeed
+from greenroom.api.reports.live import LiveState, state_feed
 from greenroom.api.reports.memory import cache_view, gpu_used_mib, green_room_used_mib, memory_split
 from greenroom.api.reports.snapshot import Snapshot
-from greenroom.api.reports.streams import SSE, EventFeed, Streams, refuse_head
+from greenroom.api.reports.streams import SSE, Streams, event_feed, refuse_head
 from greenroom.base.detached import run_detached
 from greenroom.base.names import public_name
 from greenroom.core.model import DeviceId
@@ -58,21 +58,17 @@ LastEventId = Annotated[int | None, Header(alias="Last-Event-ID", ge=0, le=EVENT
 
 
 class Watching(Routes):
-    def __init__(
-        self, gateway: Overview, streams: Streams, look: Callable[[], Snapshot], uptime_s: Callable[[], float]
-    ) -> None:
+    def __init__(self, gateway: Overview, streams: Streams) -> None:
         self._gateway = gateway
         self._streams = streams
-        self._look = look
-        self._uptime_s = uptime_s
-        self._live = LiveState(gateway, look, streams.look_s)
+        self._live = LiveState(gateway, streams.look_s)
         # Rendering runs in a thread; two at once would only slow each other and the loop down.
         self._rendering = asyncio.Lock()
 
     @get("/health", needs=Permission.ASK, responses={503: {"model": views.Health}})
     async def health(self, response: Response) -> views.Health:
         """200 while requests can be served; 503 if the queue is full, models cannot be loaded, or memory ran out."""
-        health = self._look().health()
+        health = Snapshot(self._gateway).health()
         response.status_code = 200 if health.status == "healthy" else 503
         return health
 
@@ -84,7 +80,7 @@ class Watching(Routes):
     @get("/readyz", needs=Permission.ASK, responses={503: {"model": views.ProbeAnswer}})
     async def is_ready(self, response: Response) -> views.ProbeAnswer:
         """200 while requests are accepted; 503 while it starts, catches up or ends, and while its queue is full."""
-        ready = self._look().ready()
+        ready = Snapshot(self._gateway).ready()
         response.status_code = 200 if ready.status == "ok" else 503
         return ready
 
@@ -101,7 +97,7 @@ class Watching(Routes):
         seen = {public_name(entry.id) for entry in known}
         listed = None if asked_by_admin(request) or caller.tenant is None else seen
         async with self._rendering:
-            now = gauges(gateway, self._uptime_s())
+            now = gauges(gateway)
             body, content_type = await run_detached(
                 lambda: render(gateway.shell.metrics, now, only_models=listed), "write metrics"
             )
@@ -110,7 +106,7 @@ class Watching(Routes):
     @get(f"{API}/status", needs=Permission.READ)
     async def status(self) -> views.StatusView:
         """The whole gateway at this moment: devices, models, slots, the queue."""
-        return self._look().status()
+        return Snapshot(self._gateway).status()
 
     @get(f"{API}/events", needs=Permission.READ, response_class=Response, responses={200: {"content": {SSE: {}}}})
     async def events(
@@ -121,9 +117,8 @@ class Watching(Routes):
         # A browser that comes back sends both; the header is newer than the address it was given once.
         begin = after if last_event_id is None else last_event_id
         hub = self._gateway.shell.hub
-        return self._streams.answer(
-            request, lambda: StateFeed(hub, self._live, begin) if state else EventFeed(hub, begin)
-        )
+        feed = state_feed(hub, self._live, begin) if state else event_feed(hub, begin)
+        return self._streams.answer(request, feed)
 
     @get(f"{API}/requests", needs=Permission.READ)
     async def list_requests(
@@ -172,7 +167,7 @@ class Watching(Routes):
         return views.DecisionList(decisions=[dict(decision) for decision in islice(newest_first, limit)][::-1])
 
 
-def gauges(gateway: Overview, uptime_s: float) -> Gauges:
+def gauges(gateway: Overview) -> Gauges:
     """Configured models always have values, zeros included; others only while they hold something."""
     state = gateway.shell.loop.scheduler.view
     waiting: Counter[str] = Counter({public_name(entry.id): 0 for entry in gateway.shell.catalog})
@@ -196,7 +191,7 @@ def gauges(gateway: Overview, uptime_s: float) -> Gauges:
         connections=gateway.edge.connections,
         event_listeners=gateway.shell.hub.listeners,
         log_lines_lost=lost_lines(),
-        uptime_s=uptime_s,
+        uptime_s=gateway.shell.clock() - gateway.began,
     )
 
 

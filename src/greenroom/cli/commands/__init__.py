@@ -13,12 +13,12 @@ from typing import Final
 @dataclass(frozen=True, slots=True)
 class Subcommand:
     """One word after `greenroom`. `run` returns the exit status if it is not OK, or raises CommandFailed or
-    GreenroomError."""
+    GreenroomError. It is None where another word must follow, whose parser has its own `run` among its defaults."""
 
     name: str
     help: str
     add_options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int | None]
+    run: Callable[[argparse.Namespace], int | None] | None = None
 
 
 SECONDS_MAX: Final = 365 * 86_400.0

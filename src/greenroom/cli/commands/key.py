@@ -42,18 +42,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def _sub(commands: Any, name: str, about: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
-    parser.set_defaults(run_key=run)
+    parser.set_defaults(run=run)
     parser.add_argument("-f", "--file", metavar="FILE", help="the key file (default: server.key_file)")
     parser.add_argument("-c", "--config", metavar="FILE", help="the configuration (default: as for serve)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 
-def _run(args: argparse.Namespace) -> None:
-    args.run_key(args)
-
-
-COMMAND = Subcommand("key", "API keys: make one, list them, revoke one.", _add_options, _run)
+COMMAND = Subcommand("key", "API keys: make one, list them, revoke one.", _add_options)
 
 
 # --- new ------------------------------------------------------------------------------------------------------------

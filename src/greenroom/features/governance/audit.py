@@ -14,7 +14,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -128,11 +128,7 @@ class AuditLog:
             raise OSError(None, "the line is too long")
         write_all(self._fd, before + line + b"\n")
         self._head = LastLine(number, digest)
-        self._keep_head()
-
-    def _keep_head(self) -> None:
-        content = canonical({"n": self._head.number, "sha256": self._head.sha256}) + b"\n"
-        os.close(replaced(head_path(self._path), content))
+        os.close(replaced(head_path(self._path), canonical({"n": number, "sha256": digest}) + b"\n"))
 
 
 def head_path(path: Path) -> Path:
@@ -255,7 +251,7 @@ def _hash_of(head: LastLine | None) -> str | None:
 def _read_chain(path: Path, *wanted: str | None) -> _Chain:
     chain, rest = _Chain(frozenset(wanted)), b""
     with open_plain(path) as file:
-        for block in _blocks(file.fileno()):
+        while block := os.read(file.fileno(), 1024 * 1024):
             *whole, rest = (rest + block).split(b"\n")
             for line in whole:
                 chain.add(line)
@@ -265,11 +261,6 @@ def _read_chain(path: Path, *wanted: str | None) -> _Chain:
     elif rest:
         chain.torn = rest
     return chain
-
-
-def _blocks(fd: int) -> Iterator[bytes]:
-    while block := os.read(fd, 1024 * 1024):
-        yield block
 
 
 def _is_json(text: bytes) -> bool:

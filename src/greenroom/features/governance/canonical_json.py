@@ -69,7 +69,8 @@ def _text(value: Any, depth: int) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(_text(one, depth - 1) for one in value)}]"
     if isinstance(value, dict):
-        return f"{{{','.join(_member(key, value[key], depth) for key in _sorted(value))}}}"
+        members = (f"{_text(key, depth)}:{_text(value[key], depth - 1)}" for key in _sorted(value))
+        return f"{{{','.join(members)}}}"
     raise NotCanonical(f"a {type(value).__name__} is no JSON")
 
 
@@ -77,7 +78,3 @@ def _sorted(value: dict[Any, Any]) -> list[str]:
     if not all(isinstance(key, str) for key in value):
         raise NotCanonical("a key is no text")
     return sorted(value, key=lambda key: key.encode("utf-16-be"))
-
-
-def _member(key: str, value: Any, depth: int) -> str:
-    return f"{json.dumps(key, ensure_ascii=False)}:{_text(value, depth - 1)}"

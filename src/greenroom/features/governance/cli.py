@@ -6,13 +6,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.cli import address, screen
 from greenroom.cli.commands import Subcommand
 from greenroom.cli.failures import CommandFailed, ExitStatus, WrongUsage
-from greenroom.errors import ConfigError, GreenroomError
 
 if TYPE_CHECKING:
     from greenroom.features.governance.tokens import Presented
@@ -32,20 +32,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def _sub(commands: Any, name: str, about: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
-    parser.set_defaults(run_token=run)
+    parser.set_defaults(run=run)
     return parser
 
 
-def _run(args: argparse.Namespace) -> None:
-    try:
-        args.run_token(args)
-    except ConfigError:
-        raise
-    except GreenroomError as error:
-        raise CommandFailed(error.message) from None
-
-
-TOKEN = Subcommand("token", "Sign operations: make keys and tokens, add signatures, check.", _add_options, _run)
+TOKEN = Subcommand("token", "Sign operations: make keys and tokens, add signatures, check.", _add_options)
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -175,7 +166,7 @@ def _verify(args: argparse.Namespace) -> None:
     section = loader.load(loader.find(args.config)).config.governance
     presented = _presented(args)
     token = presented.token
-    proven = sorted(load_keys(section).proven(presented, section.clock_skew_s))
+    proven = sorted(load_keys(section).proven(presented))
     if args.body is not None and token.body_sha256 != sha256_of(_body(args.body)):
         raise CommandFailed("the token was signed for another body")
     left_s = round(token.issued_at + section.window_s - time.time())
@@ -222,8 +213,7 @@ def _audit(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise CommandFailed(f"{path} cannot be read: {why(error)}") from None
     if args.json:
-        told: dict[str, Any] = {"ok": found.problem is None, "lines": found.lines, "head": found.head}
-        screen.say_json({**told, "cut": list(found.cut), "bad_line": found.bad_line, "problem": found.problem})
+        screen.say_json({"ok": found.problem is None, **asdict(found)})
         return ExitStatus.OK if found.problem is None else ExitStatus.FAILED
     if found.problem is not None:
         raise CommandFailed(f"{path}: line {found.bad_line}: {found.problem}")

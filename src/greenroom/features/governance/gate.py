@@ -56,14 +56,6 @@ _log = get_logger("app")
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """What the configuration says, with its keys read."""
-
-    section: Section
-    keys: KeySet
-
-
-@dataclass(frozen=True, slots=True)
 class Done:
     """What a call does to one model, by every name that leads to it; `names` is None if it may concern each of them.
 
@@ -94,7 +86,7 @@ class GovernedCall:
 
 
 class GovernanceGate(Part):
-    """`rules` are None while no tokens are needed; `section` says them at the start."""
+    """`keys` are None while no tokens are needed; `section` says them at the start."""
 
     writes = True
 
@@ -106,12 +98,12 @@ class GovernanceGate(Part):
         fold_s: float = FOLD_S,
         section: Section = OFF,
     ) -> None:
-        self.rules: Rules | None = None
+        self.keys: KeySet | None = None
         self._section = section
         self._make_nonces = make_nonces
         self._nonces: Nonces | None = None
         self._audit = audit
-        self._refusals = Refusals(audit.append, fold_s)
+        self._refusals = Refusals(audit, fold_s)
         self._clock = clock
 
     async def open(self) -> None:
@@ -120,33 +112,36 @@ class GovernanceGate(Part):
     async def draft(self, new: Config, changes: Changes) -> Apply:
         return partial(self._use, await self.read(new.governance))
 
-    def _use(self, rules: Rules | None) -> None:
-        self.rules = rules
-        if rules is None:
+    def _use(self, keys: KeySet | None) -> None:
+        self.keys = keys
+        if keys is None:
             return
-        keys = ", ".join(f"{name} {id}" for name, id in rules.keys.ids.items())
-        _log.info("operations are signed", keys=keys, rules=len(rules.section.rules))
+        ids = ", ".join(f"{name} {id}" for name, id in keys.ids.items())
+        _log.info("operations are signed", keys=ids, rules=len(keys.section.rules))
         if problem := self._audit.problem:
             _log.error("the audit log was changed; see `greenroom audit verify`", problem=problem)
 
-    async def read(self, section: Section) -> Rules | None:
-        """The rules of a configuration, to be set as `rules`. Opens what they need. Raises ConfigError."""
+    async def read(self, section: Section) -> KeySet | None:
+        """The keys of a configuration, to be set as `keys`. Opens what they need. Raises ConfigError."""
         if not section.is_on:
             return None
-        rules = Rules(section, load_keys(section))
+        keys = load_keys(section)
         if self._nonces is None:
             nonces = self._make_nonces()
             await self._audit.open()
             await nonces.open(self._clock())
             self._nonces = nonces
-        return rules
+        return keys
 
     async def permit(self, call: GovernedCall) -> None:
         """Use up the call's token. Raises TokenRefused, NoncesUnavailable or AuditUnavailable if it may not."""
         try:
             presented, proven = self.checked(call)
-            self._check_quorum(await call.find_done(), proven)
-            assert self._nonces is not None, "rules are drafted first"
+            done = await call.find_done()
+            # They may have changed, or ended, while the disk was looked at.
+            for what in () if self.keys is None else _lacking(self.keys.section, done, proven):
+                raise TokenTooFewSigners(what)
+            assert self._nonces is not None, "keys are read first"
             await self._nonces.consume(presented.token.nonce, presented.token.issued_at, self._clock())
         except GreenroomError as error:
             await self.refused(_of(call), error)
@@ -173,25 +168,19 @@ class GovernanceGate(Part):
 
     def checked(self, call: GovernedCall) -> tuple[Presented, frozenset[str]]:
         """The token and the signers it proves, if it is for this call. Raises TokenRefused."""
-        rules = self.rules
-        assert rules is not None, "only asked while tokens are needed"
+        keys = self.keys
+        assert keys is not None, "only asked while tokens are needed"
         if call.token is None:
             raise TokenMissing(
                 f"{call.operation} needs a token: send it as {FIELD} in the body, or in the header {HEADER}. "
                 "`greenroom token sign` makes one."
             )
         presented = read_token(call.token)
-        proven = rules.keys.proven(presented, rules.section.clock_skew_s)
+        proven, section = keys.proven(presented), keys.section
         _check_meaning(presented.token, call)
-        _check_time(presented.token, rules.section, self._clock())
-        _check_body(presented.token, call.fields, is_needed=rules.section.require_body_hash)
+        _check_time(presented.token, section, self._clock())
+        _check_body(presented.token, call.fields, is_needed=section.require_body_hash)
         return presented, proven
-
-    def _check_quorum(self, done: tuple[Done, ...], proven: frozenset[str]) -> None:
-        # They may have changed, or ended, while the disk was looked at.
-        if self.rules is not None:
-            for what in _lacking(self.rules.section, done, proven):
-                raise TokenTooFewSigners(what)
 
 
 def make_gate(shell: Shell) -> GovernanceGate:
@@ -268,11 +257,10 @@ def _of(call: GovernedCall) -> dict[str, Any]:
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
     """With texts that can be written: a caller's may hold half of a surrogate pair."""
-    return {key: _writable(value) if isinstance(value, str) else value for key, value in fields.items()}
-
-
-def _writable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return {
+        key: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+        for key, value in fields.items()
+    }
 
 
 # --- refused calls in the audit log ---------------------------------------------------------------------------------
@@ -301,10 +289,10 @@ class _Folded:
 
 
 class Refusals:
-    """`append` writes a line of the log. A line that cannot be written is counted; the call is refused in any case."""
+    """A line that cannot be written is counted; the call is refused in any case."""
 
-    def __init__(self, append: Callable[[Mapping[str, Any]], Awaitable[None]], fold_s: float = FOLD_S) -> None:
-        self._append = append
+    def __init__(self, audit: AuditLog, fold_s: float = FOLD_S) -> None:
+        self._audit = audit
         self._fold_s = fold_s
         # By the name of the key and the code: both are few, whatever callers send.
         self._folded: dict[Subject, _Folded] = {}
@@ -320,7 +308,7 @@ class Refusals:
         timer = asyncio.get_running_loop().call_later(self._fold_s, self._end, subject)
         self._folded[subject] = folded = _Folded(timer)
         try:
-            await self._append({"event": "refused", **fields})
+            await self._audit.append({"event": "refused", **fields})
         except AuditUnavailable:
             folded.add(fields)
 
@@ -346,7 +334,7 @@ class Refusals:
         last = {"lastAt": folded.last_at, "lastRequest": folded.last_request}
         told = {"repeats": folded.count, "operations": sorted(folded.operations), **last}
         try:
-            await self._append({"event": "refused", "key": key, "code": code, **told})
+            await self._audit.append({"event": "refused", "key": key, "code": code, **told})
         except AuditUnavailable:
             if self._is_closed:
                 return

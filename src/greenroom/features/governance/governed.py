@@ -8,14 +8,14 @@ wherever it is, so it may only be where the handler reads it: in the query, or i
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Set
+from collections.abc import Mapping, Set
 from typing import Any
 from urllib.parse import parse_qsl
 
 from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope, Send
 
 from greenroom.access.keys import Caller
-from greenroom.api.asgi import Message
 from greenroom.api.declared import DeclaredRoute, SignedCall, Signing, declared_routes, route_of
 from greenroom.errors import AuditUnavailable, BadRequest, GreenroomError, TokenMalformed, shown
 from greenroom.features.governance.canonical_json import NotCanonical, read
@@ -23,10 +23,6 @@ from greenroom.features.governance.gate import Done, GovernanceGate, GovernedCal
 from greenroom.features.governance.governed_models import GovernedModels
 from greenroom.features.governance.tokens import FIELD, HEADER
 from greenroom.telemetry.logs import get_logger
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 _log = get_logger("governance")
 
@@ -42,7 +38,7 @@ class GovernedRoutes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the application answer, if the call needs no token or has one. Raises the error to answer with."""
-        found = None if self._gate.rules is None else route_of(self.routes, scope)
+        found = None if self._gate.keys is None else route_of(self.routes, scope)
         if found is None or (signed := found[0].declared.signed) is None:
             await self._app(scope, receive, send)
             return
@@ -72,9 +68,8 @@ class GovernedRoutes:
             return None, body
 
         async def find_done() -> tuple[Done, ...]:
-            judged = await self._models.judged(needed, fields, scope["state"]["caller"])
-            scope["state"]["fetch"] = judged.fetch
-            return judged.done
+            done, scope["state"]["fetch"] = await self._models.judged(needed, fields, scope["state"]["caller"])
+            return done
 
         bound = {key: value for key, value in fields.items() if key not in needed.unbound}
         return GovernedCall(needed.operation, needed.model, bound, token, find_done, _about(scope)), body

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -24,6 +24,7 @@ from greenroom.dialects.ollama.requests import LATEST
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, shown
 from greenroom.features.governance.gate import Done
 from greenroom.features.library.downloads import Downloads
+from greenroom.features.library.routes import LibraryRoutes
 from greenroom.features.versions.updates import Updates
 from greenroom.library.library import Library
 from greenroom.library.naming import choose
@@ -39,35 +40,20 @@ LOOK_MAX_S: Final = 20.0
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True, slots=True)
-class JudgedCall:
-    """All that a call does, and the order to fetch that it may carry out; None if it may fetch nothing."""
-
-    done: tuple[Done, ...]
-    fetch: DownloadOrder | None = None
-
-
+@dataclass(frozen=True)
 class GovernedModels:
-    """`users_of` returns the models that are configured or in memory and need a file of the one to be deleted."""
+    _shell: Shell
+    _resolver: Resolver
+    _library: Library
+    _downloads: Downloads
+    _updates: Updates
+    _deletion: LibraryRoutes
 
-    def __init__(
-        self,
-        shell: Shell,
-        resolver: Resolver,
-        library: Library,
-        downloads: Downloads,
-        updates: Updates,
-        users_of: Callable[[str], Awaitable[Sequence[Entry]]],
-    ) -> None:
-        self._shell = shell
-        self._resolver = resolver
-        self._library = library
-        self._downloads = downloads
-        self._updates = updates
-        self._users_of = users_of
-
-    async def judged(self, needed: NeededOperation, fields: Mapping[str, Any], caller: Caller) -> JudgedCall:
-        """What the rules are asked about. Raises GreenroomError."""
+    async def judged(
+        self, needed: NeededOperation, fields: Mapping[str, Any], caller: Caller
+    ) -> tuple[tuple[Done, ...], DownloadOrder | None]:
+        """All that a call does, by which the rules judge it, and what it may fetch; None for nothing. Raises
+        GreenroomError."""
         operation, model = needed.operation, needed.model
         done = [Done("model-unload", await self._names_of(name)) for name in needed.evicted]
         if operation == "model-update":
@@ -84,7 +70,7 @@ class GovernedModels:
             done += [Done("model-delete", names) for names in users]
             if "force" in fields:
                 done += [Done("model-unload", names) for names in users]
-        return JudgedCall(tuple(done), fetch)
+        return tuple(done), fetch
 
     def _updated(self, model: str | None, caller: Caller) -> str | None:
         """The model that an update is for. What is refused later may be any."""
@@ -145,7 +131,7 @@ class GovernedModels:
     async def _users(self, model: str) -> list[str]:
         # What is not there is answered so once its token is used.
         with contextlib.suppress(ModelNotFound):
-            return [entry.id for entry in await self._users_of(model)]
+            return [entry.id for entry in await self._deletion.users_of(model)]
         return []
 
     async def _names_of(self, name: str, quantization: str | None = None) -> frozenset[str]:
@@ -163,7 +149,7 @@ class GovernedModels:
         places = await self._looked(lambda: _on_disk(told, name, library.roots), name)
         if any(library.find(place) is None for place in places):
             # It may have come since the last look.
-            await self._refreshed(name)
+            await _answered(library.refresh(), name)
         on_disk = [one for place in places if (one := library.find(place)) is not None]
         # The order that stands for a name may have chosen another file.
         if ordered := [one for record in on_disk if (one := self._resolver.ordered(record)) is not record]:
@@ -207,21 +193,14 @@ class GovernedModels:
         return [one for one in self._shell.catalog if one.config.path and not one.is_adhoc]
 
     async def _looked(self, look: Callable[[], Answer], name: str) -> Answer:
-        """The answer of the disk. Raises NotAllowed if there is none."""
-        with _answers(name):
-            async with asyncio.timeout(LOOK_MAX_S):
-                return await run_detached(look, "look for a governed model")
-
-    async def _refreshed(self, name: str) -> None:
-        with _answers(name):
-            async with asyncio.timeout(LOOK_MAX_S):
-                await self._library.refresh()
+        return await _answered(run_detached(look, "look for a governed model"), name)
 
 
-@contextlib.contextmanager
-def _answers(name: str) -> Iterator[None]:
+async def _answered(asked: Awaitable[Answer], name: str) -> Answer:
+    """The answer of the disk. Raises NotAllowed if there is none."""
     try:
-        yield
+        async with asyncio.timeout(LOOK_MAX_S):
+            return await asked
     except TimeoutError:
         raise NotAllowed(f"The folders of models do not answer: what {shown(name)} is cannot be told.") from None
 

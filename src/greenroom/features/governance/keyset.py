@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.base.plain_file import FileTooLarge, NotPrivate, read_private, why
 from greenroom.config.sections.governance import Governance
@@ -28,9 +29,6 @@ from greenroom.features.governance.tokens import ByJwt, BySharedKey, BySigners, 
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 KEY_BYTES_MIN: Final = 32
 KEY_BYTES_MAX: Final = 4_096
@@ -38,12 +36,14 @@ SHARED: Final = "shared key"
 MISSING: Final = "signed operations need more packages; type: pip install 'greenroom[governance]'"
 
 
+@dataclass(frozen=True, slots=True)
 class KeySet:
-    def __init__(self, shared: bytes | None, public: Mapping[str, Ed25519PublicKey], names: frozenset[str]) -> None:
-        """`names` are all signers that may be named; where there are none, the shared key may name anyone."""
-        self._shared = shared
-        self._public = public
-        self._names = names
+    """Where the configuration names no signers, the shared key may name anyone."""
+
+    section: Governance
+    """What the configuration says."""
+    _shared: bytes | None
+    _public: Mapping[str, Ed25519PublicKey]
 
     @property
     def ids(self) -> dict[str, str]:
@@ -51,9 +51,9 @@ class KeySet:
         shared = {} if self._shared is None else {SHARED: key_id(self._shared)}
         return shared | {name: key_id(key.public_bytes_raw()) for name, key in self._public.items()}
 
-    def proven(self, presented: Presented, skew_s: float) -> frozenset[str]:
+    def proven(self, presented: Presented) -> frozenset[str]:
         """The signers whose approval the token proves. Raises TokenRefused if any signature is wrong."""
-        token, proof = presented.token, presented.proof
+        token, proof, skew_s = presented.token, presented.proof, self.section.clock_skew_s
         if isinstance(proof, BySigners):
             return self._by_signers(token.signers, proof, has_body=token.body_sha256 is not None)
         if isinstance(proof, BySharedKey):
@@ -64,7 +64,7 @@ class KeySet:
             _require_body(token.body_sha256 is not None)
             _check_jwt(proof, self._public[proof.signer], "EdDSA", skew_s)
             return frozenset({proof.signer})
-        elif proof.signer is not None and self._names and proof.signer not in self._names:
+        elif proof.signer is not None and self._is_unknown(proof.signer):
             raise _unknown(proof.signer)
         else:
             _check_jwt(proof, self._shared_key(), "HS256", skew_s)
@@ -75,7 +75,8 @@ class KeySet:
 
         _require_body(has_body)
         for signer, signature in proof.signatures:
-            key = self._public_key(signer)
+            if (key := self._public.get(signer)) is None:
+                raise _unknown(signer)
             if signer not in named:
                 raise TokenUnknownSigner(f"{shown(signer)} signed the token, which does not name it among its signers.")
             try:
@@ -91,15 +92,12 @@ class KeySet:
                 raise TokenUnknownSigner(
                     f"{shown(signer)} has a key of its own, and the shared key cannot speak for it. Sign with that key."
                 )
-            if self._names and signer not in self._names:
+            if self._is_unknown(signer):
                 raise _unknown(signer)
         return frozenset(signers)
 
-    def _public_key(self, signer: str) -> Ed25519PublicKey:
-        key = self._public.get(signer)
-        if key is None:
-            raise _unknown(signer)
-        return key
+    def _is_unknown(self, signer: str) -> bool:
+        return bool(self.section.signers) and signer not in self.section.signers
 
     def _shared_key(self) -> bytes:
         if self._shared is None:
@@ -127,7 +125,7 @@ def load_keys(section: Governance) -> KeySet:
     if problems:
         raise ConfigError("\n".join(problems))
     public = {name: public_key(text) for name, text in section.signers.items() if text is not None}
-    return KeySet(shared, public, frozenset(section.signers))
+    return KeySet(section, shared, public)
 
 
 def read_shared_key(path: str) -> bytes:
@@ -214,10 +212,8 @@ class GovernanceReport:
         for rule in self.rules:
             what = f"{', '.join(rule['operations']) or 'everything'} of {', '.join(rule['models'])}"
             yield f"  {what}: {rule['signers_min']} of {', '.join(rule['signers']) or 'any names'}"
-        yield f"  everything else: 1 of {', '.join(self._anyone()) or 'any names'}"
-
-    def _anyone(self) -> list[str]:
-        return [key["signer"] for key in self.keys if key["signer"] is not None]
+        anyone = [key["signer"] for key in self.keys if key["signer"] is not None]
+        yield f"  everything else: 1 of {', '.join(anyone) or 'any names'}"
 
 
 def report(section: Governance) -> GovernanceReport | None:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from greenroom.cli import address, screen
@@ -120,17 +120,7 @@ def _agreed(model: Mapping[str, Any]) -> bool:
 # --- where the models are -------------------------------------------------------------------------------------------
 
 
-class InventorySource(Protocol):
-    def inventory(self) -> Mapping[str, Any]:
-        """All models, in the shape of the gateway's answer. Raises CommandFailed."""
-        ...
-
-    def remove(self, id: str, *, force: bool, token: str | None) -> Mapping[str, Any]:
-        """Delete one, with a token where operations are signed. Raises CommandFailed."""
-        ...
-
-
-def _place(args: argparse.Namespace) -> InventorySource:
+def _place(args: argparse.Namespace) -> _Gateway | _Disk:
     """The folders that are named; else the gateway; else the folders of the configuration that it would have."""
     from greenroom.cli.client import Client
 
@@ -169,17 +159,19 @@ class _Gateway:
         self._client = client
 
     def inventory(self) -> Mapping[str, Any]:
+        """All models. Raises CommandFailed."""
         told: Mapping[str, Any] = self._client.get(INVENTORY)
         return told
 
     def remove(self, id: str, *, force: bool, token: str | None) -> Mapping[str, Any]:
+        """Delete one, with a token where operations are signed. Raises CommandFailed."""
         path = f"{INVENTORY}/{quote(id, safe='')}" + ("?force=true" if force else "")
         answer: Mapping[str, Any] = self._client.delete(path, answer_max_s=REMOVE_MAX_S, token=token)
         return answer
 
 
 class _Disk:
-    """Folders without a gateway. `config` says which models are configured."""
+    """Folders without a gateway, which answer in its shape. `config` says which models are configured."""
 
     def __init__(self, folders: Sequence[str], config: Config | None) -> None:
         self._folders = [os.path.abspath(os.path.expanduser(folder)) for folder in folders]

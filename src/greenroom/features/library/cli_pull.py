@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlsplit
 
 from greenroom.cli import address, screen
@@ -187,20 +187,14 @@ def _place(to: str | None, *, is_file: bool) -> FetchPlace:
 
 def live_view(live: Any, *, is_done: bool = False) -> View:
     """A download of our own in the shape in which a gateway tells of its own."""
+    import msgspec
+
     facts = live.facts_when_done() if is_done else live.facts()
     return {
+        **msgspec.to_builtins(facts),
         "status": "completed" if is_done else "downloading",
-        "commit": facts.commit,
         "progress": 1.0 if is_done else facts.progress,
-        "bytes": facts.bytes,
-        "total_bytes": facts.total_bytes,
-        "rate": facts.rate,
         "eta": facts.eta_s,
-        "waiting": facts.waits_for_other,
-        "destination": facts.destination,
-        "files": [{"path": file.path, "bytes": file.bytes, "total_bytes": file.total_bytes} for file in facts.files],
-        "files_downloaded": facts.files_downloaded,
-        "files_total": facts.files_total,
         "error": None,
     }
 
@@ -208,12 +202,8 @@ def live_view(live: Any, *, is_done: bool = False) -> View:
 # --- how it looks -----------------------------------------------------------------------------------------------------
 
 
-class Show(Protocol):
-    def __call__(self, view: View) -> None: ...
-
-
 @contextlib.contextmanager
-def _progress(name: str) -> Iterator[Show]:
+def _progress(name: str) -> Iterator[PlainProgress | DrawnProgress]:
     if not sys.stderr.isatty():
         yield PlainProgress(name)
         return

@@ -6,23 +6,24 @@ Owns the shapes of requests and answers, and the words of statuses: `pending`, `
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Final, Literal
 
+import msgspec
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import caller_of, order_to_fetch
 from greenroom.api.declared import NEVER, NeededOperation, Routes, SignedCall, delete, get, post
-from greenroom.api.views import FromList, GovernedOrder
-from greenroom.config.marks import Described
+from greenroom.api.views import FromList, GovernedOrder, View
 from greenroom.errors import BadRequest, NotFound, shown
-from greenroom.features.library.downloads import ROUTE, DownloadFacts, Downloads
+from greenroom.features.library.downloads import ROUTE, DownloadFacts, DownloadFile, Downloads
 from greenroom.library.orders import PATTERNS_MAX, DownloadOrder, OrderRules, read_order
-from greenroom.runtime.operations.files import Operation, OperationStatus
+from greenroom.runtime.operations.files import Operation, OperationError, OperationStatus
 
 LISTED_MAX: Final = 1_000
 Status = Literal["pending", "downloading", "completed", "failed", "cancelled"]
@@ -63,20 +64,7 @@ class DownloadTaken(BaseModel):
     status: Status = "pending"
 
 
-class DownloadError(BaseModel):
-    code: str
-    message: str
-
-
-class DownloadedFile(BaseModel):
-    path: str
-    bytes: int
-    total_bytes: int | None = None
-
-
-class DownloadView(Described):
-    model_config = ConfigDict(frozen=True)
-
+class DownloadView(View):
     job_id: str
     status: Status
     model: str
@@ -94,13 +82,13 @@ class DownloadView(Described):
     """Another process fetches the same files; this one waits for it."""
     destination: str = ""
     """Where the files are or will be; when completed the model itself."""
-    files: list[DownloadedFile] = []
+    files: tuple[DownloadFile, ...] = ()
     files_downloaded: int = 0
     files_total: int = 0
     created: float
     """Seconds since 1970."""
     duration_seconds: float | None = None
-    error: DownloadError | None = None
+    error: OperationError | None = None
 
 
 class DownloadList(BaseModel):
@@ -122,9 +110,9 @@ def _download(call: SignedCall) -> NeededOperation:
     return NeededOperation("model-download", call.named("model", "url"), read_fetch=read_fetch)
 
 
+@dataclass(frozen=True)
 class DownloadRoutes(Routes):
-    def __init__(self, downloads: Downloads) -> None:
-        self._downloads = downloads
+    _downloads: Downloads
 
     @post(ROUTE, needs=Permission.DOWNLOAD, signed=_download, status_code=202)
     async def start_download(self, request: Request, response: Response, asked: DownloadAsked) -> DownloadTaken:
@@ -173,22 +161,18 @@ class DownloadRoutes(Routes):
 
 def view(row: Operation, facts: DownloadFacts, ran_s: float | None) -> DownloadView:
     is_done, is_running = row.status is OperationStatus.DONE, row.status is OperationStatus.RUNNING
+    now = {
+        "progress": 1.0 if is_done else facts.progress if facts.progress is None else round(facts.progress, 4),
+        "rate": None if facts.rate is None or not is_running else round(facts.rate),
+        "eta": None if facts.eta_s is None or not is_running else round(facts.eta_s, 1),
+        "waiting": facts.waiting and is_running,
+    }
     return DownloadView(
+        **msgspec.structs.asdict(facts) | now,
         job_id=row.id,
         status=_STATUS[row.status],
         model=row.model,
-        commit=facts.commit,
-        progress=1.0 if is_done else facts.progress if facts.progress is None else round(facts.progress, 4),
-        bytes=facts.bytes,
-        total_bytes=facts.total_bytes,
-        rate=None if facts.rate is None or not is_running else round(facts.rate),
-        eta=None if facts.eta_s is None or not is_running else round(facts.eta_s, 1),
-        waiting=facts.waits_for_other and is_running,
-        destination=facts.destination,
-        files=[DownloadedFile(path=one.path, bytes=one.bytes, total_bytes=one.total_bytes) for one in facts.files],
-        files_downloaded=facts.files_downloaded,
-        files_total=facts.files_total,
         created=round(row.created, 3),
         duration_seconds=None if ran_s is None else round(ran_s, 3),
-        error=None if row.error is None else DownloadError(code=row.error.code, message=row.error.message),
+        error=row.error,
     )

@@ -11,9 +11,9 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -45,7 +45,6 @@ from greenroom.telemetry.logs import get_logger
 _log = get_logger("downloads")
 
 ROUTE: Final = "/v1/models/download"
-PRIORITY: Final = 0
 # By which downloads of updates are known: no key of a caller has an empty name.
 NO_KEY: Final = ""
 # A program that ended without a word is started again, so often in a row without a byte in between.
@@ -59,14 +58,15 @@ FILES_KEPT_MAX: Final = 200
 _LOST: Final = Failed("fetcher_lost", "The program that fetches ended without a word, again and again.")
 
 
-class DownloadFile(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class DownloadFile:
     path: str
-    bytes: int = 0
+    bytes: int
     total_bytes: int | None = None
 
 
 class DownloadFacts(msgspec.Struct, frozen=True):
-    """What is known of a download beside its row; kept when it has ended."""
+    """What is known of a download beside its row, in the words of its view; kept when it has ended."""
 
     destination: str = ""
     commit: str | None = None
@@ -76,7 +76,7 @@ class DownloadFacts(msgspec.Struct, frozen=True):
     files_total: int = 0
     files: tuple[DownloadFile, ...] = ()
     rate: float | None = None
-    waits_for_other: bool = False
+    waiting: bool = False
 
     @property
     def progress(self) -> float | None:
@@ -143,14 +143,14 @@ class LiveDownload:
                 DownloadFile(file.path, self.have.get(file.path, 0), file.bytes) for file in planned[:FILES_KEPT_MAX]
             ),
             rate=self.rate,
-            waits_for_other=self.waits,
+            waiting=self.waits,
         )
 
     def facts_when_done(self) -> DownloadFacts:
         """Everything planned is here. A file of unknown size is as large as what came."""
         facts = self.facts()
         files = tuple(
-            msgspec.structs.replace(file, bytes=size, total_bytes=size)
+            DownloadFile(file.path, size, size)
             for file in facts.files
             for size in (file.bytes if file.total_bytes is None else file.total_bytes,)
         )
@@ -187,18 +187,8 @@ class Downloads(Part):
         if self._shell.is_draining:
             raise ShuttingDown("The gateway is shutting down and takes no more downloads.")
         await self._place(order)
-        row = await self._table.add(
-            OperationKind.DOWNLOAD,
-            order,
-            (),
-            0,
-            tenant=tenant,
-            key=key,
-            model=order.name,
-            route=ROUTE,
-            priority=PRIORITY,
-            retry=retry,
-        )
+        kind, name = OperationKind.DOWNLOAD, order.name
+        row = await self._table.add(kind, order, tenant=tenant, key=key, model=name, route=ROUTE, retry=retry)
         self.pump()
         return row
 
@@ -278,7 +268,9 @@ class Downloads(Part):
         ]
         for row in waiting[: max(0, room)]:
             live = self._live[row.id] = LiveDownload(row.id)
-            self._own(self._run(live))
+            task = asyncio.get_running_loop().create_task(self._run(live))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         for live in self._live.values():
             if live.process is not None:
                 live.process.set_rate(self._rate())
@@ -287,15 +279,10 @@ class Downloads(Part):
         mib_s = self._shell.config.library.bandwidth_mib_s
         return None if mib_s is None else mib_s * MIB / max(1, len(self._live))
 
-    def _own(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def _run(self, live: LiveDownload) -> None:
         try:
             outcome = await self._outcome(live)
-            if not self._is_closed or live.is_cancelled or not _is_lost(outcome):
+            if not self._is_closed or live.is_cancelled or outcome is not _LOST:
                 await self._finish(live, outcome)
         except Exception as bug:
             _log.bug("download broke", bug, download=live.id)
@@ -387,7 +374,3 @@ class Downloads(Part):
             await self.library.refresh()
         except Exception as bug:
             _log.bug("the library did not look", bug)
-
-
-def _is_lost(outcome: Done | Failed) -> bool:
-    return outcome is _LOST

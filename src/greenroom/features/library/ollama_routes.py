@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import asked_by_admin, caller_of, order_to_fetch
 from greenroom.api.declared import NEVER, NeededOperation, Routes, SignedCall, by_body, delete, get, post
+from greenroom.api.overview import Overview
 from greenroom.api.reports.snapshot import Snapshot
 from greenroom.api.views import ModelView
 from greenroom.base.names import public_name
@@ -68,28 +70,17 @@ def _pull(call: SignedCall) -> NeededOperation:
     return NeededOperation("model-download", name, read_fetch=lambda rules: read_order(rules, model=name))
 
 
+@dataclass(frozen=True)
 class OllamaRoutes(Routes):
     in_schema = False
 
-    def __init__(
-        self,
-        shell: Shell,
-        resolver: Resolver,
-        tasks: Tasks,
-        library: Library,
-        downloads: Downloads,
-        routes: LibraryRoutes,
-        started_at: float,
-        look: Callable[[], Snapshot],
-    ) -> None:
-        self._shell = shell
-        self._resolver = resolver
-        self._tasks = tasks
-        self._library = library
-        self._downloads = downloads
-        self._routes = routes
-        self._started_at = started_at
-        self._look = look
+    _shell: Shell
+    _resolver: Resolver
+    _tasks: Tasks
+    _library: Library
+    _downloads: Downloads
+    _routes: LibraryRoutes
+    _gateway: Overview
 
     @get("/", needs=Permission.ASK)
     async def root(self) -> Response:
@@ -110,7 +101,7 @@ class OllamaRoutes(Routes):
     @get("/api/ps", needs=Permission.ASK)
     async def ps(self, request: Request) -> Response:
         """Models that are ready now."""
-        models = self._look().models(to_operator=asked_by_admin(request), sees=caller_of(request).sees)
+        models = Snapshot(self._gateway).models(caller_of(request), to_operator=asked_by_admin(request))
         return JSONResponse({"models": [self._running(one) for one in models if one.tier == Tier.READY.value]})
 
     @get("/api/version", needs=Permission.ASK)
@@ -195,7 +186,7 @@ class OllamaRoutes(Routes):
         return {
             "name": tagged(id),
             "model": tagged(id),
-            "modified_at": _time(self._started_at if record is None else record.added),
+            "modified_at": _time(self._gateway.started_at if record is None else record.added),
             "size": 0 if record is None else record.bytes,
             "digest": _digest(id),
             "details": _details(engine, record),

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any, Final, Protocol, TypeVar
 
@@ -22,8 +22,8 @@ from greenroom.access.keys import Permission
 from greenroom.api import views
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, delete, get
-from greenroom.api.models.listing import MODELS, ModelPath
-from greenroom.api.overview import refuse_while_draining
+from greenroom.api.listing import MODELS, ModelPath
+from greenroom.api.overview import Overview, refuse_while_draining
 from greenroom.api.reports.snapshot import Snapshot
 from greenroom.api.views import View
 from greenroom.base.detached import run_detached
@@ -165,27 +165,18 @@ class Unloading(Protocol):
     async def unload(self, model: ModelId, grace_s: float | None, *, force: bool, tenant: str, key: str) -> object: ...
 
 
-class VersionFiles(Protocol):
-    """Which files are versions of models, here and at other gateways."""
-
+class KeptVersions(Protocol):
     def kept_by(self, path: str) -> str | None:
         """The model of which this is a version that does not serve now, and is kept."""
 
-    def deleting(self, path: str, *, force: bool) -> AbstractContextManager[None]:
-        """Keep other gateways from using this. Blocks. Raises BlockingIOError if one does and not `force`."""
 
-    async def are_used_elsewhere(self, path: str) -> bool: ...
-
-
+@dataclass(frozen=True)
 class LibraryRoutes(Routes):
-    def __init__(
-        self, shell: Shell, library: Library, loads: Unloading, versions: VersionFiles, look: Callable[[], Snapshot]
-    ) -> None:
-        self._shell = shell
-        self._library = library
-        self._loads = loads
-        self._versions = versions
-        self._look = look
+    _shell: Shell
+    _library: Library
+    _loads: Unloading
+    _versions: KeptVersions
+    _gateway: Overview
 
     @get(INVENTORY, needs=Permission.ASK, response_class=Response, responses={200: {"model": InventoryView}})
     async def inventory(self, request: Request) -> Response:
@@ -204,19 +195,11 @@ class LibraryRoutes(Routes):
     @get(f"{MODELS}/loaded", needs=Permission.ASK)
     async def loaded(self, request: Request) -> LoadedList:
         """Models that are ready or asleep now, with the memory each holds."""
-        models = self._look().models(to_operator=asked_by_admin(request), sees=caller_of(request).sees)
+        models = Snapshot(self._gateway).models(caller_of(request), to_operator=asked_by_admin(request))
         return LoadedList(
             data=[
-                LoadedModel(
-                    id=model.id,
-                    tier=model.tier,
-                    engine=model.engine,
-                    memory=model.memory,
-                    memory_mib=sum(model.memory.values()),
-                    in_flight=model.in_flight,
-                    last_used_s_ago=model.last_used_s_ago,
-                    moving=model.moving,
-                )
+                # Its other fields are left out.
+                LoadedModel(**dict(model), memory_mib=sum(model.memory.values()))
                 for model in models
                 if model.tier != "cold"
             ]
@@ -252,8 +235,11 @@ class LibraryRoutes(Routes):
             )
         if users and not force:
             raise _in_use(record, users, [entry for entry in users if self._slots(entry)])
-        if not force and await self._is_used_elsewhere(record):
-            raise _used_elsewhere(record)
+        if not force:
+            locks = self._library.locks
+            looking = run_detached(lambda: locks.is_used_elsewhere(record.path), "look for users of weights")
+            if await _answered(record, looking):
+                raise _used_elsewhere(record)
         unloaded = [entry.id for entry in users if self._slots(entry)]
         for model in unloaded:
             await self._loads.unload(model, None, force=force, **owner_of(request))
@@ -265,7 +251,7 @@ class LibraryRoutes(Routes):
     def _deleting(self, record: LibraryRecord, *, force: bool) -> Iterator[None]:
         """Other gateways cannot begin to use it meanwhile. Blocks. Raises ModelInUse if one has since it was looked."""
         try:
-            with self._versions.deleting(record.path, force=force):
+            with self._library.locks.deleting(record.path, force=force):
                 yield
         except BlockingIOError:
             raise _used_elsewhere(record) from None
@@ -306,10 +292,6 @@ class LibraryRoutes(Routes):
         entries = [entry for entry in shell.catalog if entry.id in shell.config.models or self._slots(entry)]
         others = [one for one in self._library.records if one is not record]
         return await _answered(record, run_detached(lambda: _sharing(record, others, entries), "compare files"))
-
-    async def _is_used_elsewhere(self, record: LibraryRecord) -> bool:
-        """Raises RemovalFailed."""
-        return await _answered(record, self._versions.are_used_elsewhere(record.path))
 
 
 async def _answered(record: LibraryRecord, asked: Awaitable[Answer]) -> Answer:

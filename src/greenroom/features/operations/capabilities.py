@@ -10,8 +10,9 @@ import asyncio
 import math
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Final
 
 from starlette.requests import Request
@@ -22,6 +23,7 @@ from greenroom.access.keys import Caller, Permission
 from greenroom.api import views
 from greenroom.api.asgi import caller_of
 from greenroom.api.declared import Routes, get
+from greenroom.api.overview import Overview
 from greenroom.api.reports.memory import cache_view, gpu_used_mib, kv_mib
 from greenroom.api.reports.snapshot import Snapshot
 from greenroom.api.views import StatusWord, View
@@ -115,23 +117,15 @@ class Capabilities(View):
     health: views.HealthWord
 
 
+@dataclass(frozen=True)
 class CapabilityRoutes(Routes):
-    def __init__(
-        self,
-        shell: Shell,
-        resolver: Resolver,
-        library: Library,
-        watch: MemoryWatch,
-        loads: Loads,
-        look: Callable[[], Snapshot],
-    ) -> None:
-        self._shell = shell
-        self._resolver = resolver
-        self._library = library
-        self._watch = watch
-        self._loads = loads
-        self._look = look
-        self._kept: dict[Caller, tuple[float, Capabilities]] = {}
+    _shell: Shell
+    _resolver: Resolver
+    _library: Library
+    _watch: MemoryWatch
+    _loads: Loads
+    _gateway: Overview
+    _kept: dict[Caller, tuple[float, Capabilities]] = field(default_factory=dict)
 
     @get(PATH, needs=Permission.ASK)
     async def capabilities(self, request: Request, response: Response) -> Capabilities:
@@ -163,7 +157,7 @@ class CapabilityRoutes(Routes):
         return made
 
     def _made(self, caller: Caller) -> Capabilities:
-        shell, look = self._shell, self._look()
+        shell, look = self._shell, Snapshot(self._gateway)
         runner = shell.config.runner
         listed = [entry for entry in shell.catalog.shown if not entry.config.unlisted and caller.sees(entry.base_id)]
         # A caller that nothing tells from others may be the one that ordered it.

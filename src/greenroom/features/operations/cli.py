@@ -24,28 +24,32 @@ LOOK_EVERY_S: Final = 0.5
 
 
 def _load(args: argparse.Namespace) -> None:
-    hint = "it answers at once now; `greenroom ps` shows which models had to leave"
-    _bring(args, "load", "loading", lambda answer: hint)
+    _carry_out(args, "load", "loading")
+    _hint(args, "it answers at once now; `greenroom ps` shows which models had to leave")
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    hint = "its first request wakes it; `greenroom load` would do so now"
-    _bring(args, "prepare", "preparing", lambda answer: hint)
+    _carry_out(args, "prepare", "preparing")
+    _hint(args, "its first request wakes it; `greenroom load` would do so now")
 
 
 def _sleep(args: argparse.Namespace) -> None:
-    _send_away(args, "sleep", "putting to sleep", _hint_after_sleep)
+    answer = _carry_out(args, "sleep", "putting to sleep")
+    if answer["tier"] == "cold":
+        _hint(args, f"it was not ready; `greenroom prepare {answer['model']}` brings it into the green room")
+    else:
+        _hint(args, "the next request wakes it; `greenroom ps` shows where each model is")
 
 
 def _unload(args: argparse.Namespace) -> None:
-    hint = "the next request for it loads it again; see `greenroom ps`"
-    _send_away(args, "unload", "unloading", lambda answer: hint)
+    _carry_out(args, "unload", "unloading")
+    _hint(args, "the next request for it loads it again; see `greenroom ps`")
 
 
-def _hint_after_sleep(answer: Mapping[str, Any]) -> str:
-    if answer["tier"] == "cold":
-        return f"it was not ready; `greenroom prepare {answer['model']}` brings it into the green room"
-    return "the next request wakes it; `greenroom ps` shows where each model is"
+def _hint(args: argparse.Namespace, what: str) -> None:
+    """What to type or to expect next."""
+    if not args.json:
+        screen.hint(what)
 
 
 def _add_bring_options(parser: argparse.ArgumentParser) -> None:
@@ -83,33 +87,24 @@ PREPARE = Subcommand(
     _prepare,
 )
 
-# What to type or to expect next, given the gateway's answer.
-Hint = Callable[[Mapping[str, Any]], str]
 
+def _carry_out(args: argparse.Namespace, order: str, doing: str) -> Mapping[str, Any]:
+    """Ask for it with the options that were given, and say where the model is then."""
+    from greenroom.cli.client import Client
 
-def _bring(args: argparse.Namespace, order: str, doing: str, hint: Hint) -> None:
-    _carry_out(args, order, {"evict": args.evict} if args.evict else {}, doing, hint)
-
-
-def _send_away(args: argparse.Namespace, order: str, doing: str, hint: Hint) -> None:
-    grace_s = args.grace_s
+    grace_s, evict = getattr(args, "grace_s", None), getattr(args, "evict", None)
     if grace_s is not None and grace_s.is_integer():
         # A whole number can be signed, a fraction cannot.
         grace_s = int(grace_s)
-    _carry_out(args, order, {} if grace_s is None else {"grace_s": grace_s}, doing, hint)
-
-
-def _carry_out(args: argparse.Namespace, order: str, body: Mapping[str, object], doing: str, hint: Hint) -> None:
-    from greenroom.cli.client import Client
-
     # Only what is said: this is the body that a token is signed for.
-    body = {**body, "force": True} if args.force else body
+    said = {"evict": evict or None, "grace_s": grace_s, "force": args.force or None}
+    body = {key: value for key, value in said.items() if value is not None}
     answer, took_s = move(Client(address.address_of(args)), args.model, order, body, doing, address.token_of(args))
     if args.json:
         screen.say_json(answer)
     else:
         screen.say(f"{answer['model']} is {answer['tier']} after {screen.seconds(took_s)}")
-        screen.hint(hint(answer))
+    return answer
 
 
 def move(

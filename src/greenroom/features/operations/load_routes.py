@@ -7,31 +7,30 @@ operations.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import islice
-from typing import Annotated, Final, Literal, Protocol
+from typing import Annotated, Final, Literal
 
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import caller_of, order_to_fetch, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, by_body, get, of_all, post
-from greenroom.api.models.listing import ModelPath, addressed, refuse_task
+from greenroom.api.listing import ModelPath, addressed, refuse_task
 from greenroom.api.overview import refuse_while_draining
 from greenroom.api.views import GovernedOrder, View
 from greenroom.base.names import public_name
 from greenroom.config.kinds import COUNT_MAX, MIB_MAX
-from greenroom.config.marks import Described
-from greenroom.core.model import ModelId
 from greenroom.errors import Unsupported
 from greenroom.features.operations.loads import ROUTE, UNLOAD_ROUTE, LoadFacts, Loads
-from greenroom.features.operations.moves import ComingVersions, expect_movable
+from greenroom.features.operations.moves import expect_movable
 from greenroom.library.orders import DownloadOrder, OrderRules, read_order
 from greenroom.runtime.adhoc_model import ModelOptions, check_backend
-from greenroom.runtime.operations.files import Operation, OperationKind, OperationStatus
-from greenroom.runtime.resolver import Resolver
+from greenroom.runtime.models import Models
+from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
 from greenroom.runtime.shell import Shell
 from greenroom.serving.tasks import Tasks
 
@@ -41,13 +40,6 @@ NAME_CHARS_MAX: Final = 4_096
 Name = Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)]
 Force = Annotated[bool, Query(description="Also if it is pinned.")]
 Status = Literal["loading", "completed", "failed"]
-_STATUS: Final[dict[OperationStatus, Status]] = {
-    OperationStatus.QUEUED: "loading",
-    OperationStatus.RUNNING: "loading",
-    OperationStatus.DONE: "completed",
-    OperationStatus.FAILED: "failed",
-    OperationStatus.CANCELLED: "failed",
-}
 
 
 class _Named(GovernedOrder):
@@ -103,9 +95,7 @@ class LoadTaken(BaseModel):
     """Seconds, by how long it took before."""
 
 
-class LoadView(Described):
-    model_config = ConfigDict(frozen=True)
-
+class LoadView(View):
     taskId: str  # noqa: N815
     status: Status
     modelId: str  # noqa: N815
@@ -134,23 +124,24 @@ class UnloadView(BaseModel):
     kvCacheFlushed: bool  # noqa: N815
 
 
-class MoveResult(Described):
-    model_config = ConfigDict(frozen=True)
+class PinOrder(GovernedOrder):
+    pinned: bool = True
+    """False: it may be evicted, and leaves when it is idle."""
 
+
+class Pinned(View):
+    model: str
+    pinned: bool
+
+
+class MoveResult(View):
     gpu_mib: int
     """What a load took of GPUs, or what an unload freed."""
     took_s: float
 
 
-class OperationFault(BaseModel):
-    code: str
-    message: str
-
-
-class OperationView(Described):
+class OperationView(View):
     """A row of the table of operations."""
-
-    model_config = ConfigDict(frozen=True)
 
     id: str
     """`taskId` or `job_id` where its own route tells more of it."""
@@ -164,7 +155,7 @@ class OperationView(Described):
     """Seconds since 1970, as the other times."""
     started: float | None = None
     ended: float | None = None
-    error: OperationFault | None = None
+    error: OperationError | None = None
     result: MoveResult | None = None
     """Of a load or unload that is done."""
 
@@ -187,12 +178,12 @@ def load_of(name: str, evicted: tuple[str, ...] = (), quantization: str | None =
     return NeededOperation("model-load", name, evicted, read_fetch=read_fetch, quantization=quantization)
 
 
+@dataclass(frozen=True)
 class LoadRoutes(Routes):
-    def __init__(self, shell: Shell, resolver: Resolver, tasks: Tasks, loads: Loads) -> None:
-        self._shell = shell
-        self._resolver = resolver
-        self._tasks = tasks
-        self._loads = loads
+    _shell: Shell
+    _models: Models
+    _tasks: Tasks
+    _loads: Loads
 
     @post(ROUTE, needs=Permission.LOAD, signed=_load, status_code=202)
     async def start_load(self, request: Request, response: Response, asked: LoadAsked) -> LoadTaken:
@@ -212,7 +203,7 @@ class LoadRoutes(Routes):
         progress, facts = await loads.progress(row), await loads.facts(row)
         return LoadView(
             taskId=row.id,
-            status=_STATUS[row.status],
+            status="completed" if row.status is OperationStatus.DONE else "failed" if row.status.is_over else "loading",
             modelId=row.model,
             progress=round(progress.share, 3),
             estimated=progress.is_estimated,
@@ -229,7 +220,7 @@ class LoadRoutes(Routes):
         refuse_while_draining(self._shell)
         shell = self._shell
         refuse_task(self._tasks, shell.catalog, request, asked.name)
-        entry = await self._resolver.named(asked.name, asker=caller_of(request))
+        entry = await self._models.resolver.named(asked.name, asker=caller_of(request))
         owner, force = owner_of(request), asked.force
         facts = await self._loads.unload(entry.id, asked.grace_s, name=asked.name, force=force, **owner)
         return UnloadView(modelId=asked.name, gpuMemoryFreedMB=facts.gpu_mib or 0, kvCacheFlushed=True)
@@ -244,6 +235,20 @@ class LoadRoutes(Routes):
         rows = list(islice((row for row in loads.operations() if kind in (None, row.kind)), limit))
         facts = {row.id: await loads.facts(row) for row in rows if row.kind.is_move}
         return OperationList(data=[_operation(row, facts.get(row.id)) for row in rows])
+
+    @post("/api/v1/models/{model_id:path}/pin", needs=Permission.MANAGE, signed=of_all("config-reload"))
+    async def pin(self, request: Request, model_id: ModelPath, order: PinOrder | None = None) -> Pinned:
+        """Never evict this model and never unload it for being idle, or no longer. It is not loaded by this.
+
+        It holds until the gateway restarts or the model is changed by a reload; `pinned` in the configuration stays.
+        """
+        refuse_task(self._tasks, self._shell.catalog, request, model_id)
+        entry, pinned = addressed(self._shell.catalog, request), order is None or order.pinned
+        expect_movable(self._shell, entry)
+        if entry.spec.is_remote:
+            raise Unsupported(f"{entry.id} is remote: it takes no memory here, and is always there.", param="model")
+        await self._models.pin(entry.id, pinned)
+        return Pinned(model=public_name(entry.id), pinned=pinned)
 
 
 async def begin(
@@ -273,48 +278,6 @@ def _operation(row: Operation, facts: LoadFacts | None) -> OperationView:
         created=round(row.created, 3),
         started=row.started,
         ended=row.ended,
-        error=None if row.error is None else OperationFault(code=row.error.code, message=row.error.message),
+        error=row.error,
         result=None if took_s is None or mib is None else MoveResult(gpu_mib=mib, took_s=round(took_s, 3)),
     )
-
-
-MODELS: Final = "/api/v1/models"
-
-
-class PinOrder(GovernedOrder):
-    pinned: bool = True
-    """False: it may be evicted, and leaves when it is idle."""
-
-
-class Pinned(View):
-    model: str
-    pinned: bool
-
-
-class Pinning(Protocol):
-    async def pin(self, model: ModelId, pinned: bool) -> None:
-        """Let nothing evict this model, or no longer."""
-
-
-class PinRoutes(Routes):
-    def __init__(self, shell: Shell, tasks: Tasks, pinning: Pinning, coming: ComingVersions) -> None:
-        self._shell = shell
-        self._tasks = tasks
-        self._pinning = pinning
-        self._coming = coming
-
-    @post(f"{MODELS}/{{model_id:path}}/pin", needs=Permission.MANAGE, signed=of_all("config-reload"))
-    async def pin(self, request: Request, model_id: ModelPath, order: PinOrder | None = None) -> Pinned:
-        """Never evict this model and never unload it for being idle, or no longer. It is not loaded by this.
-
-        It holds until the gateway restarts or the model is changed by a reload; `pinned` in the configuration stays.
-        """
-        refuse_task(self._tasks, self._shell.catalog, request, model_id)
-        entry, pinned = addressed(self._shell.catalog, request), True
-        if order is not None:
-            pinned = order.pinned
-        expect_movable(self._coming, entry)
-        if entry.spec.is_remote:
-            raise Unsupported(f"{entry.id} is remote: it takes no memory here, and is always there.", param="model")
-        await self._pinning.pin(entry.id, pinned)
-        return Pinned(model=public_name(entry.id), pinned=pinned)

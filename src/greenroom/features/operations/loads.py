@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -35,8 +35,8 @@ from greenroom.features.operations.moves import OperatorMoves
 from greenroom.library.orders import DownloadOrder, read_order
 from greenroom.runtime.adhoc_model import ModelOptions, Order
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.operations.facts import end_with, facts_of
-from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
+from greenroom.runtime.operations.facts import end_with, error_of, facts_of
+from greenroom.runtime.operations.files import Operation, OperationKind, OperationStatus
 from greenroom.runtime.resolver import Asker, Resolver
 from greenroom.runtime.shell import Shell
 from greenroom.telemetry.logs import get_logger
@@ -68,20 +68,16 @@ class LoadProgress:
 Steps = Callable[[], Coroutine[Any, Any, LoadFacts]]
 
 
+@dataclass(frozen=True)
 class Loads(Part):
-    def __init__(self, shell: Shell, resolver: Resolver, downloads: Downloads, moves: OperatorMoves) -> None:
-        self._table = shell.table
-        self._resolver = resolver
-        self._downloads = downloads
-        self._moves = moves
-        self._shell = shell
-        self._loop = shell.loop
-        self._slots = shell.slots
-        self._hosted_slots = shell.hosted_slots
-        # What those load that have not ended; their rows have the names that were asked for.
-        self._models: dict[str, ModelId] = {}
-        self._fetches: dict[str, str] = {}
-        self._tasks: dict[str, asyncio.Task[LoadFacts | GreenroomError]] = {}
+    _shell: Shell
+    _resolver: Resolver
+    _downloads: Downloads
+    _moves: OperatorMoves
+    # What those load that have not ended; their rows have the names that were asked for.
+    _models: dict[str, ModelId] = field(default_factory=dict)
+    _fetches: dict[str, str] = field(default_factory=dict)
+    _tasks: dict[str, asyncio.Task[LoadFacts | GreenroomError]] = field(default_factory=dict)
 
     def order_for(self, name: str, options: ModelOptions) -> DownloadOrder:
         """The order to fetch a model of this name. Raises BadRequest if it is none of the hub."""
@@ -141,7 +137,7 @@ class Loads(Part):
 
     async def _replaced(self, order: Order | None, by: Entry, force: bool) -> None:
         """What was ordered before leaves. Raises Unloaded if the new order does not stand any more either."""
-        if order is not None and order.model != by.id and self._loop.view.slots_of(order.model):
+        if order is not None and order.model != by.id and self._shell.loop.view.slots_of(order.model):
             await self._moves.move(MoveKind.UNLOAD, order.model, force=force)
         if not self._resolver.adhoc.orders_of([by.id]):
             raise Unloaded(f"{by.public_id} was unloaded or ordered otherwise meanwhile.")
@@ -162,7 +158,7 @@ class Loads(Part):
 
     def here(self, model: ModelId) -> list[ModelId]:
         """This model, and other configurations of its name that are in memory or on their way."""
-        view, known = self._loop.view, self._resolver.catalog.configurations(model)
+        view, known = self._shell.loop.view, self._resolver.catalog.configurations(model)
         return [model, *(one for one in known if one != model and view.slots_of(one))]
 
     async def _ordered(
@@ -184,9 +180,7 @@ class Loads(Part):
 
     async def _row(self, kind: OperationKind, name: str, tenant: str, key: str) -> Operation:
         route = ROUTE if kind is OperationKind.LOAD else UNLOAD_ROUTE
-        return await self._table.add(
-            kind, b"", (), 0, tenant=tenant, key=key, model=name, route=route, priority=0, retry=False
-        )
+        return await self._shell.table.add(kind, tenant=tenant, key=key, model=name, route=route)
 
     async def _found(
         self, name: str, options: ModelOptions, asker: Asker, fetch: Callable[[], DownloadOrder]
@@ -215,32 +209,34 @@ class Loads(Part):
 
     async def _run(self, row: Operation, steps: Steps) -> LoadFacts | GreenroomError:
         """What came of it, which is also in its row."""
+        outcome: LoadFacts | GreenroomError
         try:
             # At a restart a row that was not begun has failed just as one that was.
             with contextlib.suppress(OperationStoreFull):
-                await self._table.start(row.id)
-            facts = await steps()
-            await self._end(row.id, OperationStatus.DONE, None, facts)
-            return facts
+                await self._shell.table.start(row.id)
+            outcome = await steps()
         except GreenroomError as error:
-            await self._fail(row.id, OperationError(error.code, error.message))
-            return error
+            outcome = error
         except Exception as bug:
             _log.bug(f"{row.kind.value} broke", bug, id=row.id)
-            await self._fail(row.id, OperationError("internal_error", "Something went wrong in the gateway."))
-            return GatewayBug(repr(bug))
-        finally:
-            self._fetches.pop(row.id, None)
+            outcome = GatewayBug(repr(bug))
+        if isinstance(outcome, LoadFacts):
+            await end_with(self._shell.table, row.id, OperationStatus.DONE, None, outcome)
+        else:
+            await end_with(self._shell.table, row.id, OperationStatus.FAILED, error_of(outcome), LoadFacts())
+        self._models.pop(row.id, None)
+        self._fetches.pop(row.id, None)
+        return outcome
 
     async def _loaded(self, model: ModelId, evict: tuple[ModelId, ...], force: bool) -> LoadFacts:
-        began = self._loop.clock()
+        began = self._shell.loop.clock()
         # It never leaves for itself.
         leaving = tuple(one for one in evict if one != model)
         await self._moves.move(MoveKind.LOAD, model, evict=leaving, force=force)
-        return LoadFacts(self.gpu_mib(model), self._loop.clock() - began)
+        return LoadFacts(self.gpu_mib(model), self._shell.loop.clock() - began)
 
     async def _unloaded(self, model: ModelId, grace_s: float | None, force: bool) -> LoadFacts:
-        began = self._loop.clock()
+        began = self._shell.loop.clock()
         models = self.here(model)
         orders = self._resolver.adhoc.orders_of(models)
         held_mib = sum(map(self.gpu_mib, models))
@@ -248,7 +244,7 @@ class Loads(Part):
             await self._moves.move(MoveKind.UNLOAD, one, grace_s=grace_s, force=force)
         self._resolver.adhoc.end(orders)
         freed_mib = max(0, held_mib - sum(map(self.gpu_mib, models)))
-        return LoadFacts(freed_mib, self._loop.clock() - began)
+        return LoadFacts(freed_mib, self._shell.loop.clock() - began)
 
     async def _fetched(self, row: Operation, order: DownloadOrder) -> None:
         """Wait until the model is on disk. Raises LoadFailed."""
@@ -260,28 +256,21 @@ class Loads(Part):
             why = "it was cancelled" if state is None or state.error is None else state.error.message
             raise LoadFailed(f"{order.name} could not be fetched: {why}")
 
-    async def _fail(self, id: str, error: OperationError) -> None:
-        await self._end(id, OperationStatus.FAILED, error, LoadFacts())
-
-    async def _end(self, id: str, status: OperationStatus, error: OperationError | None, facts: LoadFacts) -> None:
-        await end_with(self._table, id, status, error, facts)
-        self._models.pop(id, None)
-
     # --- watched ------------------------------------------------------------------------------------------------------
 
     def operations(self) -> Iterable[Operation]:
         """All rows of the table, the newest first."""
-        return reversed(list(self._table))
+        return reversed(list(self._shell.table))
 
     def get(self, id: str, key: str | None = None) -> Operation:
         """Of this key, if one is given. Raises NotFound."""
-        row = self._table.get(id)
+        row = self._shell.table.get(id)
         if row is None or row.kind is not OperationKind.LOAD or key not in (None, row.key):
             raise NotFound(f"There is no load {id}. One that has ended is kept for an hour.")
         return row
 
     async def facts(self, row: Operation) -> LoadFacts:
-        kept = await facts_of(self._table, [row.id] if row.status.is_over else [], LoadFacts)
+        kept = await facts_of(self._shell.table, [row.id] if row.status.is_over else [], LoadFacts)
         return kept.get(row.id) or LoadFacts()
 
     async def progress(self, row: Operation) -> LoadProgress:
@@ -299,14 +288,14 @@ class Loads(Part):
 
     def progress_of(self, model: ModelId) -> LoadProgress:
         """How far a load of this model is, whatever began it."""
-        view = self._loop.view
+        view = self._shell.loop.view
         move = next((slot.move for slot in view.slots_of(model) if slot.move is not None), None)
         record = view.models.get(model)
         learned_s = None if record is None else record.learned_s.get(MoveKind.LOAD if move is None else move.kind)
-        since_s = 0.0 if move is None else max(0.0, self._loop.clock() - move.started)
+        since_s = 0.0 if move is None else max(0.0, self._shell.loop.clock() - move.started)
         eta_s = None if learned_s is None else max(0.0, learned_s - since_s)
-        starting = None if move is None else self._slots.starting.get(move.slot)
-        told = self._hosted_slots.progress_of(model) if starting is None else starting.told()
+        starting = None if move is None else self._shell.slots.starting.get(move.slot)
+        told = self._shell.hosted_slots.progress_of(model) if starting is None else starting.told()
         if told is None and learned_s is None and starting is not None:
             told = starting.read()
         by_time = 0.0 if not learned_s else since_s / learned_s
@@ -320,7 +309,7 @@ class Loads(Part):
 
     def gpu_mib(self, model: ModelId) -> int:
         """What its slots hold on GPUs now."""
-        view = self._loop.view
+        view = self._shell.loop.view
         gpus = {device.id for device in view.ledger.devices.values() if device.kind is DeviceKind.GPU}
         held = (view.ledger.held_by(slot.id) for slot in view.slots_of(model))
         return sum(mib for claim in held for device, mib in claim.items() if device in gpus)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from greenroom.core.effects import OpOutcome
 from greenroom.core.events import MoveAsked
@@ -29,39 +29,32 @@ from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.loop import AsyncEffects
 from greenroom.runtime.memory.slot_memory import SlotMemory
 from greenroom.runtime.moves.mover import Mover
+from greenroom.runtime.operations.files import OperationKind
 from greenroom.runtime.shell import Shell
-
-
-class ComingVersions(Protocol):
-    def moves_only(self, coming: ModelId, name: ModelId) -> UpdateInProgress:
-        """The answer to orders for a version of this model that is on its way."""
-        ...
-
-
-def expect_movable(coming: ComingVersions, entry: Entry) -> None:
-    """Raises UpdateInProgress for a version that does not serve yet."""
-    if (name := entry.spec.version_of) is not None:
-        raise coming.moves_only(entry.id, name)
-
 
 # As for callers. The store itself is tried more often.
 RETRY_AFTER_S = 1.0
 
 
+def expect_movable(shell: Shell, entry: Entry) -> None:
+    """Raises UpdateInProgress for a version that does not serve yet: only its update moves it."""
+    if (name := entry.spec.version_of) is None:
+        return
+    updates = (row for row in shell.table if row.kind is OperationKind.UPDATE and row.model == name)
+    task = next((row.id for row in updates if not row.status.is_over), None)
+    raise UpdateInProgress(
+        f"{entry.id} is the next version of {name} and moves only by its update. Ask again after that.",
+        beside=None if task is None else {"taskId": task},
+    )
+
+
+@dataclass(frozen=True)
 class OperatorMoves:
-    def __init__(
-        self,
-        effects: AsyncEffects,
-        mover: Mover,
-        shell: Shell,
-        memory: SlotMemory,
-    ) -> None:
-        self._effects = effects
-        self._mover = mover
-        self._loop = shell.loop
-        self._catalog = shell.catalog
-        self._memory = memory
-        self._numbers = itertools.count(1)
+    _effects: AsyncEffects
+    _mover: Mover
+    _shell: Shell
+    _memory: SlotMemory
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def expect_leavable(self, models: Iterable[ModelId]) -> None:
         """Raises ModelPinned if one of these is in memory and pinned."""
@@ -73,9 +66,9 @@ class OperatorMoves:
 
     def _is_kept(self, model: ModelId) -> bool:
         """True for a pinned model that is in memory. Remote ones, which are always there, take none."""
-        entry = self._catalog.find(model)
+        entry = self._shell.catalog.find(model)
         is_pinned = entry is not None and entry.spec.pinned and not entry.spec.is_remote
-        return is_pinned and bool(self._loop.view.slots_of(model))
+        return is_pinned and bool(self._shell.loop.view.slots_of(model))
 
     async def move(
         self,
@@ -93,7 +86,7 @@ class OperatorMoves:
         op = OpId(f"op-{next(self._numbers)}")
         future: asyncio.Future[OpOutcome] = asyncio.get_running_loop().create_future()
         self._effects.operations[op] = future
-        self._loop.post(MoveAsked(self._loop.clock(), op, kind, model, evict, grace_s))
+        self._shell.loop.post(MoveAsked(self._shell.loop.clock(), op, kind, model, evict, grace_s))
         outcome = await asyncio.shield(future)
         if outcome is not OpOutcome.DONE:
             raise self._error(kind, model, outcome)
@@ -107,7 +100,7 @@ class OperatorMoves:
                 return ModelNotFound.named(model)
             case OpOutcome.REFUSED:
                 what = "prepare it" if kind is MoveKind.PREPARE else "put it to sleep"
-                engine = self._catalog.engine_of(model)
+                engine = self._shell.catalog.engine_of(model)
                 return Unsupported(
                     f"{model} runs on {engine}, which cannot {what} here. `load` and `unload` work for it.",
                     param="model",
@@ -115,7 +108,7 @@ class OperatorMoves:
             case OpOutcome.TOO_LARGE if said := self._memory.no_device(model):
                 return TooLarge(said, public=TooLarge.no_device_words)
             case OpOutcome.TOO_LARGE if kind is MoveKind.PREPARE:
-                return _too_large_asleep(model, self._loop.view.green_room_shortfall(model))
+                return _too_large_asleep(model, self._shell.loop.view.green_room_shortfall(model))
             case OpOutcome.TOO_LARGE:
                 return TooLarge(
                     f"{model} does not fit on the devices there are beside what is pinned; `greenroom ps` shows it."

@@ -9,8 +9,9 @@ cache for each tenant have entries; models that are asleep or cold have none.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, Any, Final, Literal, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
 
 from fastapi import Query
 from pydantic import Field
@@ -21,34 +22,25 @@ from greenroom.access.keys import Caller, Permission
 from greenroom.api import views
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, by_path, get, name_in_path, of_all, post
-from greenroom.api.models.listing import ModelPath, addressed, refuse_task
-from greenroom.api.overview import refuse_while_draining
+from greenroom.api.listing import ModelPath, addressed, refuse_task
+from greenroom.api.overview import Overview, refuse_while_draining
 from greenroom.api.reports.memory import kv_bytes
 from greenroom.api.reports.snapshot import Snapshot, tier_of
-from greenroom.api.reports.streams import (
-    PLAIN,
-    SSE,
-    LogFeed,
-    Streams,
-    line_frame,
-    plain_frame,
-    refuse_head,
-    shown_line,
-)
+from greenroom.api.reports.streams import PLAIN, SSE, Streams, log_feed, refuse_head, shown_line
 from greenroom.api.views import FromList, GovernedOrder, View
 from greenroom.base.names import public_name
-from greenroom.config.diff import Changes
 from greenroom.config.kinds import ID_CHARS_MAX, NAME_CHARS_MAX
-from greenroom.core.model import ModelId, MoveKind, SlotId, Tier
+from greenroom.core.model import ModelId, MoveKind, Tier
 from greenroom.errors import BadRequest, GreenroomError, ModelNotFound, NotAllowed, Unsupported
 from greenroom.features.operations.load_routes import LoadTaken, begin
 from greenroom.features.operations.loads import Loads
-from greenroom.features.operations.moves import ComingVersions, OperatorMoves, expect_movable
+from greenroom.features.operations.moves import OperatorMoves, expect_movable
 from greenroom.process.logs import LINES_MAX
 from greenroom.runtime.adhoc_model import NO_OPTIONS
 from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.models import Models
+from greenroom.runtime.moves.hosted_moves import HostedMoves
 from greenroom.runtime.prompt_slots import PromptCacheSlots
-from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.shell import Shell
 from greenroom.runtime.slots import LiveSlot
 from greenroom.serving.prefix_cache import TAG_CHARS_MAX, PrefixSalts, check_tag, tenant_word
@@ -86,10 +78,6 @@ class UnloadOrder(ForceOrder):
     """How long running answers may go on; the model's own `grace_s` when not given."""
 
 
-class SleepOrder(UnloadOrder):
-    pass
-
-
 class Moved(View):
     model: str
     tier: views.Tier
@@ -110,33 +98,15 @@ class Reloaded(View):
     took_s: float
 
 
-class Reloading(Protocol):
-    async def reload(self) -> Changes:
-        """Read the configuration again. Raises ConfigError, and then nothing has changed."""
-
-
+@dataclass(frozen=True)
 class Operating(Routes):
-    def __init__(
-        self,
-        shell: Shell,
-        resolver: Resolver,
-        tasks: Tasks,
-        loads: Loads,
-        moves: OperatorMoves,
-        coming: ComingVersions,
-        reloading: Reloading,
-        streams: Streams,
-        look: Callable[[], Snapshot],
-    ) -> None:
-        self._shell = shell
-        self._resolver = resolver
-        self._tasks = tasks
-        self._loads = loads
-        self._moves = moves
-        self._coming = coming
-        self._reloading = reloading
-        self._streams = streams
-        self._look = look
+    _shell: Shell
+    _models: Models
+    _tasks: Tasks
+    _loads: Loads
+    _moves: OperatorMoves
+    _streams: Streams
+    _gateway: Overview
 
     @post(
         f"{_ONE}/load",
@@ -160,36 +130,37 @@ class Operating(Routes):
         name = _shown(request, entry)
         if entry.id != name:
             # What the name means, not what was asked for last with options.
-            entry = await self._resolver.named(name, asker=caller_of(request))
+            entry = await self._models.resolver.named(name, asker=caller_of(request))
         if not wait:
             refuse_while_draining(self._shell)
             response.status_code = 202
             evicted = () if order is None else order.evict
             return await begin(self._loads, request, name, NO_OPTIONS, evicted, force=is_forced(order))
         evict, force = self._named(order, caller_of(request)), is_forced(order)
-        loads, owner = self._loads, owner_of(request)
-        return await self._moved(request, entry, lambda: loads.load(entry.id, evict, name=name, force=force, **owner))
+        began = self._began()
+        await self._loads.load(entry.id, evict, name=name, force=force, **owner_of(request))
+        return self._moved(request, entry, began)
 
     @post(f"{_ONE}/unload", needs=Permission.LOAD, signed=by_path("model-unload"))
     async def unload(self, request: Request, model_id: ModelPath, order: UnloadOrder | None = None) -> Moved:
         """Stop a model. Waiting requests are rejected, running answers may go on for `grace_s`, then are cut."""
         entry = await self._movable(request, model_id)
-        grace_s, owner, loads = None if order is None else order.grace_s, owner_of(request), self._loads
-        name, force = _shown(request, entry), is_forced(order)
-        return await self._moved(
-            request, entry, lambda: loads.unload(entry.id, grace_s, name=name, force=force, **owner)
-        )
+        began, name, force = self._began(), _shown(request, entry), is_forced(order)
+        grace_s = None if order is None else order.grace_s
+        await self._loads.unload(entry.id, grace_s, name=name, force=force, **owner_of(request))
+        return self._moved(request, entry, began)
 
     @post(f"{_ONE}/sleep", needs=Permission.LOAD, signed=by_path("model-unload"))
-    async def sleep(self, request: Request, model_id: ModelPath, order: SleepOrder | None = None) -> Moved:
+    async def sleep(self, request: Request, model_id: ModelPath, order: UnloadOrder | None = None) -> Moved:
         """Send a model that is ready to the green room: its GPU memory is freed, its weights stay in host memory.
 
         Waiting requests are rejected, running answers may go on for `grace_s`, then are cut. A model that is not ready
         stays where it is. 422 if its engine cannot sleep. 409 if it is pinned, unless forced.
         """
         entry = await self._movable(request, model_id)
-        grace_s = None if order is None else order.grace_s
-        return await self._move(request, MoveKind.SLEEP, entry, (), grace_s, force=is_forced(order))
+        began, grace_s = self._began(), None if order is None else order.grace_s
+        await self._moves.move(MoveKind.SLEEP, entry.id, grace_s=grace_s, force=is_forced(order))
+        return self._moved(request, entry, began)
 
     @post(f"{_ONE}/prepare", needs=Permission.LOAD, signed=by_path("model-load"))
     async def prepare(self, request: Request, model_id: ModelPath, order: LoadOrder | None = None) -> Moved:
@@ -204,8 +175,9 @@ class Operating(Routes):
                 "then let it sleep.",
                 param="model",
             )
-        evict = self._named(order, caller_of(request))
-        return await self._move(request, MoveKind.PREPARE, entry, evict, None, force=is_forced(order))
+        evict, began = self._named(order, caller_of(request)), self._began()
+        await self._moves.move(MoveKind.PREPARE, entry.id, evict=evict, force=is_forced(order))
+        return self._moved(request, entry, began)
 
     @get(f"{_ONE}/logs", needs=Permission.READ)
     async def logs(self, request: Request, model_id: ModelPath, lines: Lines = 200) -> views.LogLines:
@@ -224,16 +196,16 @@ class Operating(Routes):
         history = lines if no_history in (None, "false", "0") else 0
         accept = request.headers.get("accept", "")
         is_plain = PLAIN in accept and SSE not in accept
-        frame = plain_frame if is_plain else line_frame
-        ring = self._shell.slots.log(entry.id)
-        return self._streams.answer(request, lambda: LogFeed(ring, history, frame), PLAIN if is_plain else SSE)
+        media_type = PLAIN if is_plain else SSE
+        feed = log_feed(self._shell.slots.log(entry.id), history, media_type)
+        return self._streams.answer(request, feed, media_type)
 
     @post("/api/v1/reload", needs=Permission.RELOAD, signed=of_all("config-reload"))
     async def reload(self) -> Reloaded:
         """Read the configuration file again and apply what changed. A file that cannot be used changes nothing."""
         refuse_while_draining(self._shell)
         began = self._shell.clock()
-        changes = await self._reloading.reload()
+        changes = await self._gateway.reload()
         return Reloaded(
             added=list(changes.added),
             changed=list(changes.changed),
@@ -243,34 +215,23 @@ class Operating(Routes):
             took_s=round(self._shell.clock() - began, 3),
         )
 
-    async def _move(
-        self,
-        request: Request,
-        kind: MoveKind,
-        entry: Entry,
-        evict: tuple[ModelId, ...],
-        grace_s: float | None,
-        *,
-        force: bool,
-    ) -> Moved:
-        model, move = entry.id, self._moves.move
-        return await self._moved(request, entry, lambda: move(kind, model, evict=evict, grace_s=grace_s, force=force))
-
-    async def _moved(self, request: Request, entry: Entry, move: Callable[[], Awaitable[object]]) -> Moved:
+    def _began(self) -> float:
+        """When an order begins. Raises ShuttingDown."""
         refuse_while_draining(self._shell)
-        began = self._shell.clock()
-        await move()
+        return self._shell.clock()
+
+    def _moved(self, request: Request, entry: Entry, began: float) -> Moved:
         return Moved(
             model=_shown(request, entry),
             tier=tier_of(self._shell.loop.scheduler.view.slots_of(entry.id)).value,
             took_s=round(self._shell.clock() - began, 3),
-            memory=self._look().memory(entry.id),
+            memory=Snapshot(self._gateway).memory(entry.id),
         )
 
     async def _movable(self, request: Request, model_id: str) -> Entry:
         """The model that an order moves. Raises UpdateInProgress for a version that does not serve yet."""
         entry = await self._entry(request, model_id)
-        expect_movable(self._coming, entry)
+        expect_movable(self._shell, entry)
         return entry
 
     async def _entry(self, request: Request, model_id: str) -> Entry:
@@ -279,7 +240,7 @@ class Operating(Routes):
             return addressed(self._shell.catalog, request)
         except ModelNotFound:
             # It may be on disk.
-            return await self._resolver.named(name_in_path(request.scope), asker=caller_of(request))
+            return await self._models.resolver.named(name_in_path(request.scope), asker=caller_of(request))
 
     def _named(self, order: LoadOrder | None, caller: Caller) -> tuple[ModelId, ...]:
         """The models that an order names to be evicted. One that is not known yet need not be."""
@@ -288,7 +249,7 @@ class Operating(Routes):
             raise ModelNotFound.named(unknown, "evict")
         for _, entry in known:
             if entry is not None:
-                expect_movable(self._coming, entry)
+                expect_movable(self._shell, entry)
         return tuple(entry.id for _, entry in known if entry is not None)
 
 
@@ -336,25 +297,19 @@ def _flush(call: SignedCall) -> NeededOperation:
     return NeededOperation("cache-flush", model)
 
 
-class PrefixCaches(Protocol):
-    async def flush(self, slot: SlotId, tenant: str | None, tag: str | None) -> tuple[int, int]:
-        """Empty this slot's prefix cache, or a tenant's or tag's part. Returns tokens removed and bytes freed. Raises
-        EngineFault, in bounded time."""
-
-
+@dataclass(frozen=True)
 class Caches(Routes):
-    def __init__(self, shell: Shell, salts: PrefixSalts, caches: PrefixCaches) -> None:
-        """`salts` keep prefixes apart at engines that take one."""
-        self._shell = shell
-        self._salts = salts
-        self._caches = caches
+    _shell: Shell
+    # They keep prefixes apart at engines that take one.
+    _salts: PrefixSalts
+    _hosted: HostedMoves
 
     @post(PATH, needs=Permission.ASK, signed=_flush, response_model_exclude_unset=True)
     async def flush_cache(self, request: Request, order: FlushOrder) -> Flushed:
         """Empty prefix caches. An admin's key may flush everything, another key only its tenant's entries."""
         caller = caller_of(request)
         model = self._model(order, caller)
-        tenant = _tenant(order, request.scope.get("state", {}))
+        tenant = _tenant(order, caller)
         tag = _tag(order)
         # Requests that are served from now on get other salts, also of models that are asleep or cold.
         self._salts.flush(model, tenant, tag)
@@ -402,7 +357,7 @@ class Caches(Routes):
             return None, None
         try:
             word = None if tenant is None else tenant_word(tenant)
-            entries, size_bytes = await self._caches.flush(live.id, word, tag)
+            entries, size_bytes = await self._hosted.flush(live.id, word, tag)
         except GreenroomError:
             if live.id not in self._shell.slots.live:
                 # Its worker is gone, and its cache with it.
@@ -432,19 +387,16 @@ def _sum(counts: Sequence[int | None]) -> int | None:
     return sum(known) if len(known) == len(counts) else None
 
 
-def _tenant(order: FlushOrder, state: dict[str, Any]) -> str | None:
+def _tenant(order: FlushOrder, caller: Caller) -> str | None:
     """The tenant whose entries to flush, by its name in the engine; None for all tenants. Raises NotAllowed."""
-    asked = order.tenantId
-    caller = state.get("caller")
-    if not (isinstance(caller, Caller) and caller.may(Permission.FLUSH)):
-        asked = _own_tenant(order, caller)
+    asked = order.tenantId if caller.may(Permission.FLUSH) else _own_tenant(order, caller)
     if asked is None and order.scope == "tenant":
         raise BadRequest("tenantId says whose cache to flush.", param="tenantId")
     return asked
 
 
-def _own_tenant(order: FlushOrder, caller: Caller | None) -> str:
-    own = None if caller is None else caller.tenant
+def _own_tenant(order: FlushOrder, caller: Caller) -> str:
+    own = caller.tenant
     if own is None or order.scope in ("all", "model") or order.tenantId not in (None, own):
         raise NotAllowed(
             "A key without `admin: true` may flush its own tenant only: scope tenant, or scope tag, and no other "

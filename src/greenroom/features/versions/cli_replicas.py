@@ -11,7 +11,7 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Final
 
 from greenroom.cli import failures, screen
@@ -20,7 +20,7 @@ from greenroom.cli.failures import CommandFailed, ExitStatus
 
 if TYPE_CHECKING:
     from greenroom.config.schema import Config
-    from greenroom.process.supervisor import Program
+    from greenroom.process.supervisor import Program, Supervisor
 
 COUNT_MAX: Final = 64
 FIRST_PORT: Final = 8001
@@ -75,7 +75,7 @@ async def _supervise(args: argparse.Namespace, config: Config, folder: str) -> i
         loop.add_signal_handler(number, supervisor.end)
     loop.add_signal_handler(signal.SIGHUP, supervisor.signal, signal.SIGHUP)
     try:
-        async with contextlib.nullcontext() if store is None else _lease_store(store, supervisor.end):
+        async with contextlib.nullcontext() if store is None else _lease_store(store, supervisor):
             await supervisor.run()
     except NotStarted as error:
         raise CommandFailed(f"{error}; all replicas were ended") from None
@@ -130,7 +130,7 @@ async def _needs_no_store(config: Config) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def _lease_store(socket: str, ended: Callable[[], None]) -> AsyncIterator[None]:
+async def _lease_store(socket: str, replicas: Supervisor) -> AsyncIterator[None]:
     """A Redis of their own, which keeps nothing on disk and outlives them. Raises CommandFailed if there is none, and
     NotStarted."""
     import asyncio
@@ -152,7 +152,7 @@ async def _lease_store(socket: str, ended: Callable[[], None]) -> AsyncIterator[
     supervisor = Supervisor([Program("lease-store", (server, *private), os.environ)], STORE_STOP_S, screen.note)
     running = asyncio.create_task(supervisor.run())
     # Replicas that wait for a store that cannot start are of no use.
-    running.add_done_callback(lambda _: ended())
+    running.add_done_callback(lambda _: replicas.end())
     try:
         yield
     finally:

@@ -3,37 +3,30 @@ shapes of requests and answers, and which model a call means that names none."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
+import msgspec
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from greenroom.access.keys import Caller, Permission
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
 from greenroom.api.declared import NeededOperation, Routes, SignedCall, get, name_in_path, post
-from greenroom.api.views import GovernedOrder
+from greenroom.api.views import GovernedOrder, View
 from greenroom.config.kinds import ID_CHARS_MAX
-from greenroom.config.marks import Described
 from greenroom.errors import BadRequest
 from greenroom.features.versions.desired import NUMBER_MAX
-from greenroom.features.versions.updates import ROUTE, UpdateFacts, UpdateOrder, Updates
-from greenroom.features.versions.weights import WeightsRef
+from greenroom.features.versions.updates import ROUTE, UpdateOrder, Updates
 from greenroom.library.orders import DownloadOrder, OrderRules, read_order
 from greenroom.library.records import Version, shown_as
-from greenroom.runtime.operations.files import Operation, OperationStatus
+from greenroom.runtime.operations.files import Operation, OperationError, OperationStatus
 from greenroom.runtime.shell import Shell
 from greenroom.serving.versioned import versioned_model
 
 _ONE: Final = "/api/v1/models/{model_id:path}"
-_STATUS: Final[dict[OperationStatus, Literal["updating", "completed", "failed"]]] = {
-    OperationStatus.QUEUED: "updating",
-    OperationStatus.RUNNING: "updating",
-    OperationStatus.DONE: "completed",
-    OperationStatus.FAILED: "failed",
-    OperationStatus.CANCELLED: "failed",
-}
 Number = Annotated[int, Field(ge=1, le=NUMBER_MAX)]
 ModelName = Annotated[
     str | None, Query(max_length=ID_CHARS_MAX, description="Which model, where several are under version control.")
@@ -42,8 +35,6 @@ Wait = Annotated[bool, Query(description="Answer when the update has ended.")]
 
 
 class UpdateAsked(GovernedOrder):
-    model_config = ConfigDict(protected_namespaces=())
-
     model_repo_id: Annotated[str, Field(min_length=1, max_length=4_096)]
     """A repository of the hub, as org/name or org/name:QUANTIZATION, or a path below the folders of models."""
     revision: Annotated[str, Field(min_length=1, max_length=200)] | None = None
@@ -59,9 +50,7 @@ class RollbackAsked(GovernedOrder):
     """The number of a version that is kept; the last one before the current when not given."""
 
 
-class UpdateView(Described):
-    model_config = ConfigDict(frozen=True, protected_namespaces=())
-
+class UpdateView(View):
     taskId: str  # noqa: N815
     status: Literal["updating", "completed", "failed"]
     model: str
@@ -77,23 +66,14 @@ class UpdateView(Described):
     errorCode: str | None = None  # noqa: N815
 
 
-class Desired(Described):
-    model_config = ConfigDict(frozen=True, protected_namespaces=())
-
+class Desired(View):
     model_repo_id: str
     revision: str | None = None
     model_version: int | None = None
     """The least number that was asked for."""
 
 
-class UpdateFault(BaseModel):
-    code: str
-    message: str
-
-
-class ServedVersion(Described):
-    model_config = ConfigDict(frozen=True, protected_namespaces=())
-
+class ServedVersion(View):
     model: str
     model_version: int | None
     """Null until it has its first version."""
@@ -102,13 +82,11 @@ class ServedVersion(Described):
     updating: bool
     desired: Desired | None = None
     """What the running or the last, failed update wants; null if that is what serves."""
-    error: UpdateFault | None = None
+    error: OperationError | None = None
     """Why the last update failed; null while another one runs."""
 
 
-class VersionView(BaseModel):
-    model_config = ConfigDict(frozen=True, protected_namespaces=())
-
+class VersionView(View):
     model_version: int
     model_repo_id: str
     commit: str | None = None
@@ -122,17 +100,8 @@ class VersionList(BaseModel):
     """The one that serves first, then those that are kept, the newest first."""
 
 
-def _update(call: SignedCall) -> NeededOperation:
-    """The model is named by the query; without that it is the configured one."""
-    return _updates(call, call.fields.get("model"))
-
-
-def _update_one(call: SignedCall) -> NeededOperation:
-    return _updates(call, call.in_path())
-
-
-def _updates(call: SignedCall, model: str | None) -> NeededOperation:
-    """An update, which may fetch the weights first."""
+def _update(call: SignedCall, model: str | None) -> NeededOperation:
+    """An update, which may fetch the weights first. Where it names no model it is for the configured one."""
     repo, revision = call.text("model_repo_id"), call.text("revision")
 
     def read_fetch(rules: OrderRules) -> DownloadOrder:
@@ -150,12 +119,12 @@ def _rollback(call: SignedCall) -> NeededOperation:
 _BEGUN: Final[dict[int | str, dict[str, Any]]] = {202: {"model": UpdateView, "description": "Begun; without `wait`."}}
 
 
+@dataclass(frozen=True)
 class VersionRoutes(Routes):
-    def __init__(self, shell: Shell, updates: Updates) -> None:
-        self._shell = shell
-        self._updates = updates
+    _shell: Shell
+    _updates: Updates
 
-    @post(ROUTE, needs=Permission.MANAGE, signed=_update, responses=_BEGUN)
+    @post(ROUTE, needs=Permission.MANAGE, signed=lambda call: _update(call, call.fields.get("model")), responses=_BEGUN)
     async def update_model(
         self, request: Request, response: Response, asked: UpdateAsked, model: ModelName = None, wait: Wait = False
     ) -> UpdateView:
@@ -179,11 +148,19 @@ class VersionRoutes(Routes):
             model_repo_id=None if version is None else shown_as(version.repo_id, to_operator=is_admin),
             commit=None if version is None else version.commit,
             updating=updates.running(name) is not None,
-            desired=None if desired is None else _wanted(desired, to_operator=is_admin),
-            error=None if error is None else UpdateFault(code=error.code, message=message),
+            desired=None
+            if desired is None
+            else Desired(
+                model_repo_id=shown_as(desired.model_repo_id, to_operator=is_admin),
+                revision=desired.revision,
+                model_version=desired.number_asked,
+            ),
+            error=None if error is None else OperationError(error.code, message),
         )
 
-    @post(f"{_ONE}/update", needs=Permission.MANAGE, signed=_update_one, responses=_BEGUN)
+    @post(
+        f"{_ONE}/update", needs=Permission.MANAGE, signed=lambda call: _update(call, call.in_path()), responses=_BEGUN
+    )
     async def update_one(
         self, request: Request, response: Response, model_id: str, asked: UpdateAsked, wait: Wait = False
     ) -> UpdateView:
@@ -215,7 +192,7 @@ class VersionRoutes(Routes):
     async def _update(
         self, request: Request, response: Response, name: str, asked: UpdateAsked, wait: bool
     ) -> UpdateView:
-        order = UpdateOrder(WeightsRef(asked.model_repo_id, asked.revision), asked.model_version, asked.allow_gap)
+        order = UpdateOrder(asked.model_repo_id, asked.revision, asked.model_version, asked.allow_gap)
         return await self._begun(response, await self._updates.submit(name, order, **owner_of(request)), wait)
 
     async def _begun(self, response: Response, row: Operation, wait: bool) -> UpdateView:
@@ -228,17 +205,16 @@ class VersionRoutes(Routes):
         return await self._view(row)
 
     async def _view(self, row: Operation) -> UpdateView:
-        facts = await self._updates.facts(row)
+        facts = msgspec.structs.asdict(await self._updates.facts(row))
         return UpdateView(
+            **facts,
             taskId=row.id,
-            status=_STATUS[row.status],
+            status="completed"
+            if row.status is OperationStatus.DONE
+            else "failed"
+            if row.status.is_over
+            else "updating",
             model=row.model,
-            model_repo_id=facts.repo_id,
-            revision=facts.revision,
-            step=facts.step,
-            model_version=facts.number,
-            commit=facts.commit,
-            took_s=None if facts.took_s is None else round(facts.took_s, 3),
             error=None if row.error is None else row.error.message,
             errorCode=None if row.error is None else row.error.code,
         )
@@ -249,11 +225,6 @@ class VersionRoutes(Routes):
     def _named(self, request: Request) -> str:
         """The model in the path. Raises ModelNotFound, or BadRequest if it is not under version control."""
         return versioned_model(self._shell.config, name_in_path(request.scope), caller_of(request))
-
-
-def _wanted(update: UpdateFacts, *, to_operator: bool) -> Desired:
-    repo_id = shown_as(update.repo_id, to_operator=to_operator)
-    return Desired(model_repo_id=repo_id, revision=update.revision, model_version=update.number_asked)
 
 
 def _shown(version: Version, *, serves: bool, to_operator: bool) -> VersionView:

@@ -22,9 +22,8 @@ from greenroom.config.part import Apply, Part
 from greenroom.config.schema import Config
 from greenroom.errors import GreenroomError, UpdateInProgress
 from greenroom.features.versions.desired import DesiredState, read_state
-from greenroom.features.versions.store import NamedVersions
 from greenroom.features.versions.updates import UpdateOrder, Updates
-from greenroom.features.versions.weights import TENANT, WeightsRef
+from greenroom.features.versions.weights import TENANT
 from greenroom.library.records import Version
 from greenroom.telemetry.logs import get_logger
 
@@ -110,8 +109,15 @@ class DesiredStateWatcher(Part):
 
     async def _take(self, model: str, state: DesiredState) -> None:
         """Raises UpdateInProgress while another update runs."""
+        updates, known = self._updates, self._updates.of(model)
+        kept = next((version for version in known.kept if state.rollback and _is_of(version, state)), None)
+        order = UpdateOrder(state.repo_id, state.revision, state.number, state.allow_gap, kept, state.number)
         try:
-            await self._updated(model, state)
+            if state.rollback and _is_of(known.current, state):
+                await updates.settle(model, state.number)
+            else:
+                row = await updates.submit(model, order, tenant=TENANT, key=TENANT)
+                await updates.ended(row.id)
         except UpdateInProgress:
             raise
         except GreenroomError as error:
@@ -121,23 +127,6 @@ class DesiredStateWatcher(Part):
             )
         else:
             self._failed = None
-
-    async def _updated(self, model: str, state: DesiredState) -> None:
-        """Raises why it failed."""
-        updates = self._updates
-        known = updates.of(model)
-        if state.rollback and _is_of(known.current, state):
-            await updates.settle(model, state.number)
-            return
-        order = UpdateOrder(
-            WeightsRef(state.repo_id, state.revision),
-            state.number,
-            state.allow_gap,
-            back_to=_kept(known, state) if state.rollback else None,
-            state=state.number,
-        )
-        row = await updates.submit(model, order, tenant=TENANT, key=TENANT)
-        await updates.ended(row.id)
 
     def _back_off(self, state: DesiredState) -> None:
         self._retry_s = min(2 * self._retry_s, RETRY_MAX_S) if state == self._failed else RETRY_S
@@ -157,10 +146,6 @@ class DesiredStateWatcher(Part):
 
 def _is_of(version: Version | None, state: DesiredState) -> bool:
     return version is not None and (version.repo_id, version.commit) == (state.repo_id, state.revision)
-
-
-def _kept(versions: NamedVersions, state: DesiredState) -> Version | None:
-    return next((version for version in versions.kept if _is_of(version, state)), None)
 
 
 # --- what the kernel tells ------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
 from greenroom.library.records import Version
 from greenroom.library.roots import Roots, pinned
+from greenroom.runtime.operations.files import disk_failed
 
 FILE_NAME: Final = "versions.json"
 
@@ -105,11 +106,20 @@ class VersionStore(Part):
     def of(self, model: str) -> NamedVersions:
         return self._models.get(model, NamedVersions())
 
-    def put(self, model: str, versions: NamedVersions) -> None:
-        """Write this. Blocks. Raises OSError, and then nothing has changed."""
-        self.put_all([(model, versions)])
+    def kept_by(self, path: str) -> str | None:
+        """The model of which this is a version that does not serve now, and is kept."""
+        models = self._live.config.models
+        return next((name for name in models for one in self.of(name).kept if one.path == path), None)
 
-    def put_all(self, changes: Iterable[tuple[str, NamedVersions]]) -> None:
+    async def put(self, model: str, versions: NamedVersions) -> None:
+        """Write this. Raises OperationStoreFull if the disk does not take it, and then nothing has changed."""
+        try:
+            await run_detached(lambda: self._put([(model, versions)]), "write versions")
+        except OSError as error:
+            raise disk_failed(error) from error
+
+    def _put(self, changes: Iterable[tuple[str, NamedVersions]]) -> None:
+        """Blocks. Raises OSError, and then nothing has changed."""
         with self._writing:
             models = {**self._models, **dict(changes)}
             if models == self._models:
@@ -128,4 +138,4 @@ class VersionStore(Part):
             for name, model in config.models.items()
             if model.versions is not None and model.path is not None and self.of(name).current is None
         }
-        self.put_all((name, NamedVersions(first)) for name, first in firsts.items())
+        self._put((name, NamedVersions(first)) for name, first in firsts.items())

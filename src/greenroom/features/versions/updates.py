@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -18,8 +18,7 @@ from greenroom.base.detached import SystemShort
 from greenroom.base.repeated import AGAIN_S
 from greenroom.config.diff import Changes
 from greenroom.config.part import Apply, Part
-from greenroom.config.schema import Config, Model, ModelVersions
-from greenroom.core.model import ModelId
+from greenroom.config.schema import Config
 from greenroom.errors import (
     BadRequest,
     FetchFailed,
@@ -34,13 +33,12 @@ from greenroom.errors import (
 from greenroom.features.library.downloads import Downloads
 from greenroom.features.operations.moves import OperatorMoves
 from greenroom.features.versions.store import NamedVersions, VersionStore
-from greenroom.features.versions.version_changes import VersionChanges
-from greenroom.features.versions.warm_up import WarmUp
-from greenroom.features.versions.weights import TENANT, FoundWeights, VersionWeights, WeightsRef
+from greenroom.features.versions.version_changes import RunningUpdate, UpdateFacts, VersionChanges
+from greenroom.features.versions.weights import TENANT, VersionWeights
 from greenroom.library.records import Version
 from greenroom.runtime.known_models import KnownModels
 from greenroom.runtime.loop import Tickets
-from greenroom.runtime.operations.facts import end_with, facts_of
+from greenroom.runtime.operations.facts import end_with, error_of, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationKind, OperationStatus
 from greenroom.runtime.shell import Shell
 from greenroom.telemetry.logs import get_logger
@@ -61,40 +59,15 @@ INTERRUPTED: Final = OperationError("restarted", "The gateway ended during the l
 class UpdateOrder:
     """`number` is the least number that the version gets: its own is larger than every earlier one of the model."""
 
-    weights: WeightsRef
+    repo_id: str
+    """An id of the hub with a revision, or a path below the roots."""
+    revision: str | None = None
     number: int | None = None
     allow_gap: bool = False
     # To kept weights instead of new ones.
     back_to: Version | None = None
     # The number of the desired state that asks for it.
     state: int = 0
-
-
-class UpdateFacts(msgspec.Struct, frozen=True):
-    """What is known of an update beside its row; kept when it has ended."""
-
-    model: str
-    repo_id: str
-    revision: str | None = None
-    step: str = ""
-    number: int | None = None
-    commit: str | None = None
-    took_s: float | None = None
-    # The least number that was asked for.
-    number_asked: int | None = None
-
-
-@dataclass(slots=True)
-class _Running:
-    """An update that runs. `row` is empty until it is on disk; `begun` is set then, or when it is not to be."""
-
-    facts: UpdateFacts
-    row: str = ""
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[Version | GreenroomError] | None = None
-
-    def at(self, step: str) -> None:
-        self.facts = msgspec.structs.replace(self.facts, step=step)
 
 
 class Updates(Part):
@@ -111,11 +84,11 @@ class Updates(Part):
         self._table = shell.table
         self._store = store
         self._weights = VersionWeights(downloads)
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, RunningUpdate] = {}
         self._ending: dict[str, UpdateFacts] = {}
         self._errors: dict[str, OperationError] = {}
         self._desired: dict[str, UpdateFacts] = {}
-        self._changes = VersionChanges(shell, store, models, moves, WarmUp(tickets, shell.loop))
+        self._changes = VersionChanges(shell, store, models, moves, tickets)
         # Paths that updates of a model fetched and of which none became a version yet.
         self._fetched: dict[str, set[str]] = {}
         # Models whose first version is being fetched, with the repository.
@@ -143,7 +116,7 @@ class Updates(Part):
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                row = await self.submit(name, UpdateOrder(WeightsRef(repo_id)), tenant=TENANT, key=TENANT)
+                row = await self.submit(name, UpdateOrder(repo_id), tenant=TENANT, key=TENANT)
                 await self.ended(row.id)
                 return
             except ShuttingDown:
@@ -164,38 +137,16 @@ class Updates(Part):
 
     # --- asked --------------------------------------------------------------------------------------------------------
 
-    def options(self, model: str) -> ModelVersions:
-        """Raises BadRequest or ModelNotFound for one that is not under version control."""
-        found = self._shell.config.models.get(model)
-        if found is None:
-            raise ModelNotFound.named(model)
-        if found.versions is None:
-            raise BadRequest(f"{model} is not under version control: set its key `versions`.", param="model")
-        return found.versions
-
     def of(self, model: str) -> NamedVersions:
         return self._store.of(model)
 
     def running(self, model: str) -> UpdateFacts | None:
         return None if (found := self._running.get(model)) is None else found.facts
 
-    def kept_by(self, path: str) -> str | None:
-        """The model of which this is a version that does not serve now, and is kept."""
-        models = self._shell.config.models
-        return next((name for name in models for one in self.of(name).kept if one.path == path), None)
-
-    async def are_used_elsewhere(self, path: str) -> bool:
-        """Whether another gateway serves or keeps what lies there as a version, and this one does not."""
-        return await self._weights.are_used_elsewhere(path)
-
-    def deleting(self, path: str, *, force: bool) -> contextlib.AbstractContextManager[None]:
-        """Keep other gateways from using this. Blocks. Raises BlockingIOError if one does and not `force`."""
-        return self._weights.deleting(path, force=force)
-
     def desired(self, model: str) -> UpdateFacts | None:
         """What the running or the last, failed update wants; None if that serves already."""
         running = self._running.get(model)
-        if running is not None and not running.row and running.facts.repo_id:
+        if running is not None and not running.row and running.facts.model_repo_id:
             # Its row is not on disk yet. A trainer orders again what no update seems to bring.
             return running.facts
         return self._desired.get(model)
@@ -206,27 +157,16 @@ class Updates(Part):
             return None
         return self._errors.get(model) or (None if self.of(model).prepared is None else INTERRUPTED)
 
-    def moves_only(self, coming: ModelId, name: ModelId) -> UpdateInProgress:
-        """The answer to orders for a version of this model that is on its way: only its update moves it."""
-        running = self._running.get(name)
-        return UpdateInProgress(
-            f"{coming} is the next version of {name} and moves only by its update. Ask again after that.",
-            beside=None if running is None else {"taskId": running.row},
-        )
-
     async def submit(self, model: str, order: UpdateOrder, *, tenant: str, key: str) -> Operation:
-        """Begin an update. Raises UpdateInProgress, ShuttingDown, BadRequest, or that the table has no room."""
-        self.options(model)
+        """Begin an update of a model under version control. Raises UpdateInProgress, ShuttingDown, or that the table is
+        full."""
         if self._shell.is_draining:
             raise ShuttingDown("The gateway is shutting down and takes no more orders.", retry_after_s=5.0)
         await self._expect_rest(model)
-        asked, owner = order.weights, {"tenant": tenant, "key": key}
-        facts = UpdateFacts(model, asked.repo_id, asked.revision, "queued", number_asked=order.number)
-        running = self._running[model] = _Running(facts)
+        facts = UpdateFacts(order.repo_id, order.revision, "queued", number_asked=order.number)
+        running = self._running[model] = RunningUpdate(facts)
         try:
-            row = await self._table.add(
-                OperationKind.UPDATE, b"", (), 0, **owner, model=model, route=ROUTE, priority=0, retry=False
-            )
+            row = await self._table.add(OperationKind.UPDATE, tenant=tenant, key=key, model=model, route=ROUTE)
             running.row = row.id
         except BaseException:
             del self._running[model]
@@ -241,30 +181,30 @@ class Updates(Part):
         """Raises UpdateInProgress, with the task that runs: one that just begins is waited for."""
         while (other := self._running.get(model)) is not None:
             if other.row:
+                to, step = other.facts.model_repo_id, other.facts.step
                 raise UpdateInProgress(
-                    f"{model} is being updated to {other.facts.repo_id} ({other.facts.step}). Ask again after that.",
+                    f"{model} is being updated to {to} ({step}). Ask again after that.",
                     beside={"taskId": other.row},
                 )
             await other.begun.wait()
 
     async def rollback(self, model: str, number: int | None, *, tenant: str, key: str) -> Operation:
         """Begin to go back to kept weights, under a new number. Raises BadRequest if there are none."""
-        self.options(model)
         kept = self.of(model).kept
         back_to = next((one for one in kept if number in (None, one.number)), None)
         if back_to is None:
             there = ", ".join(str(one.number) for one in kept) or "none"
             raise BadRequest(f"{model} cannot go back to that version; those that are kept: {there}.", param="version")
-        order = UpdateOrder(WeightsRef(back_to.repo_id, back_to.commit), back_to=back_to)
+        order = UpdateOrder(back_to.repo_id, back_to.commit, back_to=back_to)
         return await self.submit(model, order, tenant=tenant, key=key)
 
     async def settle(self, model: str, state: int) -> None:
         """Note that what serves is what this desired state asks for. Raises UpdateInProgress and OperationStoreFull."""
         await self._expect_rest(model)
         # No update begins while it is written: both write the whole record.
-        running = self._running[model] = _Running(UpdateFacts(model, "", step="settling"))
+        running = self._running[model] = RunningUpdate(UpdateFacts("", step="settling"))
         try:
-            await self._changes.write(model, msgspec.structs.replace(self.of(model), state=state))
+            await self._store.put(model, msgspec.structs.replace(self.of(model), state=state))
         finally:
             del self._running[model]
             running.begun.set()
@@ -299,7 +239,7 @@ class Updates(Part):
         known = {running.row: running.facts for running in self._running.values()} | self._ending
         if row.id not in known:
             known = await facts_of(self._table, [row.id], UpdateFacts)
-        return known.get(row.id) or UpdateFacts(row.model, "")
+        return known.get(row.id) or UpdateFacts("")
 
     async def close(self) -> None:
         """What still runs is forgotten: the next start calls it failed, and serves what was promised."""
@@ -311,11 +251,11 @@ class Updates(Part):
         await asyncio.gather(*tasks, return_exceptions=True)
         # After the updates: one that is cancelled may have begun a move just now.
         await self._changes.close()
-        await self._weights.use_only(())
+        await self._weights.use(())
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
-    async def _run(self, row: Operation, running: _Running, order: UpdateOrder) -> Version | GreenroomError:
+    async def _run(self, row: Operation, running: RunningUpdate, order: UpdateOrder) -> Version | GreenroomError:
         """What came of it, which is also in its row."""
         model, began = row.model, self._shell.loop.clock()
         try:
@@ -330,23 +270,20 @@ class Updates(Part):
             failure = GatewayBug(repr(bug))
             await self._failed(row, running, failure)
             return failure
-        took_s = self._shell.loop.clock() - began
+        took_s = round(self._shell.loop.clock() - began, 3)
         facts = msgspec.structs.replace(
-            running.facts, step="done", number=version.number, commit=version.commit, took_s=took_s
+            running.facts, step="done", model_version=version.number, commit=version.commit, took_s=took_s
         )
         await self._end(row, facts)
-        _log.info(
-            "version serves", model=model, version=version.number, repo_id=version.repo_id, took_s=round(took_s, 3)
-        )
+        _log.info("version serves", model=model, version=version.number, repo_id=version.repo_id, took_s=took_s)
         return version
 
-    async def _failed(self, row: Operation, running: _Running, error: GreenroomError) -> None:
-        model, is_bug = row.model, isinstance(error, GatewayBug)
-        said = OperationError(error.code, "Something went wrong in the gateway." if is_bug else error.message)
+    async def _failed(self, row: Operation, running: RunningUpdate, error: GreenroomError) -> None:
+        model, said = row.model, error_of(error)
         self._errors[model] = said
         _log.warning("update failed", model=model, step=running.facts.step, code=said.code, error=said.message)
         with contextlib.suppress(OperationStoreFull):
-            await self._changes.write(model, self.of(model).failed(self._fetched.get(model, ())))
+            await self._store.put(model, self.of(model).failed(self._fetched.get(model, ())))
         # A first version is tried again, with what is there already.
         if self.of(model).current is not None:
             await self._remove(model)
@@ -362,7 +299,7 @@ class Updates(Part):
         finally:
             del self._ending[row.id]
 
-    async def _updated(self, name: str, running: _Running, order: UpdateOrder) -> Version:
+    async def _updated(self, name: str, running: RunningUpdate, order: UpdateOrder) -> Version:
         model = self._shell.config.models.get(name)
         if model is None or model.versions is None:
             raise ModelNotFound.named(name)
@@ -376,27 +313,21 @@ class Updates(Part):
             # Of an update that the end of the gateway broke off.
             fetched.add(left.path)
         running.at("fetching")
-        found = await self._found(model, order, fetched)
+        found = order.back_to or await self._weights.found(model, order.repo_id, order.revision, fetched)
         running.at("checking")
         version = self._numbered(name, order, found)
-        await self._changes.serve(name, model, version, running.at, allow_gap=order.allow_gap)
+        await self._changes.serve(name, model, version, running, allow_gap=order.allow_gap)
         self._errors.pop(name, None)
         self._desired.pop(name, None)
         await self._remove(name)
         return version
 
-    async def _found(self, model: Model, order: UpdateOrder, fetched: set[str]) -> FoundWeights:
-        back = order.back_to
-        if back is None:
-            return await self._weights.found(model, order.weights, fetched)
-        return FoundWeights(back.path, back.repo_id, back.commit, back.is_fetched)
-
-    def _numbered(self, name: str, order: UpdateOrder, found: FoundWeights) -> Version:
+    def _numbered(self, name: str, order: UpdateOrder, found: Version) -> Version:
         known = self.of(name)
         number, since = max(known.last_number + 1, order.number or 0), round(time.time(), 3)
         earlier = (one for one in (known.current, *known.kept) if one is not None)
         is_fetched = found.is_fetched or any(one.is_fetched and one.path == found.path for one in earlier)
-        return Version(number, found.repo_id, found.path, found.commit, is_fetched, since, order.state)
+        return msgspec.structs.replace(found, number=number, is_fetched=is_fetched, since=since, state=order.state)
 
     async def _remove(self, model: str) -> None:
         """Delete what updates fetched and no version needs: those that are no longer kept, and those that failed. While
@@ -414,8 +345,8 @@ class Updates(Part):
         try:
             weights, entries = self._weights, tuple(self._shell.catalog)
             later = await weights.remove_unused(unused, in_use, entries) if unused else []
-            await self._changes.write(model, msgspec.structs.replace(self.of(model), leaving=tuple(later)))
-            await self._weights.use_only(self._known())
+            await self._store.put(model, msgspec.structs.replace(self.of(model), leaving=tuple(later)))
+            await self._weights.use(self._known())
         except Exception as error:
             # The update has ended as it has: files that stay are no part of that.
             _log.failed("weights were not deleted", error, model=model)
@@ -439,7 +370,7 @@ class Updates(Part):
                 await weights.keep([model.path for model in config.models.values() if model.path is not None])
         while True:
             try:
-                await (weights.use(self._known()) if is_busy else weights.use_only(self._known()))
+                await weights.use(self._known(), only=not is_busy)
                 break
             except SystemShort:
                 await asyncio.sleep(AGAIN_S)

@@ -1,61 +1,97 @@
-"""A new version on its way: looked at, loaded beside the old one or in its place, promised, and given the name.
+"""A new version on its way: looked at, loaded beside the old one or in its place, asked, promised, and given the name.
 
 Owns the moves of one update and what each leaves behind when it fails: nothing of the new version, and the old one
-serving. Which update runs, and what is told of it, is `updates.py`; how moves run is the scheduler's.
+serving. Also the request by which a version proves itself: it must be answered, in time, and not with nothing. Which
+update runs, and what is told of it, is `updates.py`; how moves run is the scheduler's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import msgspec
 
 from greenroom.base.detached import run_detached
-from greenroom.config.schema import Model
-from greenroom.core.events import ConfigChanged, VersionPromoted
-from greenroom.core.model import ModelId, MoveKind
-from greenroom.errors import BadRequest, GreenroomError, LoadFailed, TooLarge, UnusableModel, WouldInterrupt
+from greenroom.config.schema import Ability, Model, ModelVersions
+from greenroom.core.events import ConfigChanged, RequestArrived, VersionPromoted
+from greenroom.core.model import ModelId, MoveKind, RequestId
+from greenroom.errors import (
+    BadRequest,
+    GreenroomError,
+    LoadFailed,
+    TooLarge,
+    UnusableModel,
+    WarmUpFailed,
+    WouldInterrupt,
+)
 from greenroom.features.operations.moves import OperatorMoves
-from greenroom.features.versions.store import NamedVersions, VersionStore
-from greenroom.features.versions.warm_up import WarmUp
+from greenroom.features.versions.store import VersionStore
 from greenroom.library.records import Version
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.known_models import KnownModels
-from greenroom.runtime.operations.files import disk_failed
+from greenroom.runtime.loop import Tickets
+from greenroom.runtime.moves.process_moves import EngineCall
 from greenroom.runtime.shell import Shell
 
+# Of an engine's own words in the error of a warm-up.
+SAID_CHARS_MAX: Final = 500
 
+
+class UpdateFacts(msgspec.Struct, frozen=True):
+    """What is known of an update beside its row, in the words of its view; kept when it has ended."""
+
+    model_repo_id: str
+    revision: str | None = None
+    step: str = ""
+    model_version: int | None = None
+    commit: str | None = None
+    took_s: float | None = None
+    # The least number that was asked for.
+    number_asked: int | None = None
+
+
+@dataclass(slots=True)
+class RunningUpdate:
+    """`row` is empty until it is on disk; `begun` is set then, or when it is not to be."""
+
+    facts: UpdateFacts
+    row: str = ""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[Version | GreenroomError] | None = None
+
+    def at(self, step: str) -> None:
+        self.facts = msgspec.structs.replace(self.facts, step=step)
+
+
+@dataclass(frozen=True)
 class VersionChanges:
-    def __init__(
-        self, shell: Shell, store: VersionStore, models: KnownModels, moves: OperatorMoves, warm_up: WarmUp
-    ) -> None:
-        self._shell = shell
-        self._store = store
-        self._models = models
-        self._moves = moves
-        self._warm_up = warm_up
-        # The moves that bring old versions back, one for each model whose update failed while it was held.
-        self._coming_back: set[asyncio.Task[None]] = set()
+    _shell: Shell
+    _store: VersionStore
+    _models: KnownModels
+    _moves: OperatorMoves
+    _tickets: Tickets
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    # The moves that bring old versions back, one for each model whose update failed while it was held.
+    _coming_back: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def serve(
-        self, name: str, model: Model, version: Version, told: Callable[[str], None], *, allow_gap: bool
-    ) -> None:
-        """Let the name mean this version. `told` hears of each step. Raises what went wrong; the old version serves
-        then."""
+    async def serve(self, name: str, model: Model, version: Version, update: RunningUpdate, *, allow_gap: bool) -> None:
+        """Let the name mean this version. Raises what went wrong; the old version serves then."""
         assert model.versions is not None
         coming = await self._checked(name, model, version)
-        await self.write(name, msgspec.structs.replace(self._store.of(name), prepared=version))
-        told("loading")
+        await self._store.put(name, msgspec.structs.replace(self._store.of(name), prepared=version))
+        update.at("loading")
         try:
             self._add(coming)
-            await self._ready(coming, told, allow_gap)
-            told("warming")
-            await self._warm_up.ask(coming, model.versions)
-            told("flipping")
+            await self._ready(coming, update, allow_gap)
+            update.at("warming")
+            await self._warm_up(coming, model.versions)
+            update.at("flipping")
             await self._promised(name, model, coming, version)
         except BaseException as error:
             self._give_up(coming)
@@ -66,13 +102,6 @@ class VersionChanges:
             raise
         finally:
             self._release(name)
-
-    async def write(self, name: str, versions: NamedVersions) -> None:
-        """Raises OperationStoreFull if the disk does not take it."""
-        try:
-            await run_detached(lambda: self._store.put(name, versions), "write versions")
-        except OSError as error:
-            raise disk_failed(error) from error
 
     async def close(self) -> None:
         for task in self._coming_back:
@@ -101,7 +130,7 @@ class VersionChanges:
         known = shell.loop.view.learned().get(name)
         self._models.add(coming, None if known is None else {coming.id: known})
 
-    async def _ready(self, coming: Entry, told: Callable[[str], None], allow_gap: bool) -> None:
+    async def _ready(self, coming: Entry, update: RunningUpdate, allow_gap: bool) -> None:
         """Load it beside the old version, or in its place where both do not fit. Raises why it is not ready."""
         moves = self._moves
         try:
@@ -113,9 +142,9 @@ class VersionChanges:
                     f"{coming.id} does not fit beside the version that serves, and host memory or its engine does not "
                     "let the two change places quickly. `allow_gap: true` lets requests wait for a whole load."
                 ) from error
-        told("draining")
+        update.at("draining")
         await self._hold(coming)
-        told("loading")
+        update.at("loading")
         await moves.move(MoveKind.LOAD, coming.id)
 
     async def _is_prepared(self, coming: Entry) -> bool:
@@ -153,10 +182,45 @@ class VersionChanges:
         if record is not None and record.spec.held and entry is not None:
             self._models.tell(entry)
             # It was there before, so it comes back also if nothing waits for it now.
-            coming_back = self._moves.move(MoveKind.LOAD, ModelId(name))
-            task = asyncio.get_running_loop().create_task(_quietly(coming_back), name=f"bring {name} back")
+            task = asyncio.get_running_loop().create_task(self._bring_back(name), name=f"bring {name} back")
             self._coming_back.add(task)
             task.add_done_callback(self._coming_back.discard)
+
+    async def _bring_back(self, name: str) -> None:
+        # What it raises is told to those that ask for the model.
+        with contextlib.suppress(GreenroomError):
+            await self._moves.move(MoveKind.LOAD, ModelId(name))
+
+    async def _warm_up(self, coming: Entry, asked: ModelVersions) -> None:
+        """Returns when this version has answered. Its request waits for its slot like every other, so that nothing
+        makes it leave meanwhile. Raises WarmUpFailed, or why it was not granted a slot."""
+        request = _request(coming, asked)
+        if request is None:
+            return
+        now, limit_s = self._shell.clock(), asked.warm_up_timeout_s
+        id = RequestId(f"warm-up-{next(self._numbers)}")
+        ticket = self._tickets.arrive(RequestArrived(now, id, (coming.id,), give_up_at=now + limit_s))
+        try:
+            async with asyncio.timeout(limit_s):
+                await ticket.wait(None)
+                slot = ticket.slot
+                assert slot is not None
+                target, body = request
+                status, answer = await EngineCall(slot.pool.address)("POST", target, msgspec.json.encode(body))
+        except TimeoutError:
+            raise WarmUpFailed(f"{coming.id} did not answer its warm-up request within {limit_s:g} s.") from None
+        except (OSError, ValueError) as error:
+            raise WarmUpFailed(f"{coming.id} broke off its warm-up request: {error}.") from error
+        except GreenroomError as error:
+            raise WarmUpFailed(
+                f"{coming.id} could not be asked its warm-up request: {error.message}", details=error.details
+            ) from error
+        finally:
+            self._tickets.close(ticket)
+        if status != 200 or not _says_something(answer):
+            what = f"with {status}" if status != 200 else "with nothing"
+            said = answer[:SAID_CHARS_MAX].decode("utf-8", "replace")
+            raise WarmUpFailed(f"{coming.id} answered its warm-up request {what}.", details=said)
 
     async def _promised(self, name: str, model: Model, coming: Entry, version: Version) -> None:
         """Write the version down, then let it take the name, in one step. Raises, and then nothing has changed."""
@@ -170,7 +234,7 @@ class VersionChanges:
                 )
             # A reload may have made it anew.
             coming, after = now, self._store.of(name).promoted(version, model.versions.keep)
-            writing = asyncio.ensure_future(self.write(name, after))
+            writing = asyncio.ensure_future(self._store.put(name, after))
             try:
                 await asyncio.shield(writing)
             except asyncio.CancelledError:
@@ -199,7 +263,44 @@ class VersionChanges:
         self._models.remove(coming.id)
 
 
-async def _quietly(work: Awaitable[None]) -> None:
-    """What it raises is told to those that ask for the model."""
-    with contextlib.suppress(GreenroomError):
-        await work
+# --- the warm-up request ----------------------------------------------------------------------------------------------
+
+
+def _request(entry: Entry, asked: ModelVersions) -> tuple[str, dict[str, Any]] | None:
+    """Path and body; None for models that no text can be asked: that they are loaded is their proof."""
+    abilities = entry.facts.abilities
+    body: dict[str, Any] = {"model": entry.config.use_model_name or entry.engine_name}
+    text = {"max_tokens": asked.warm_up_tokens, "temperature": 0.0}
+    if abilities is None or Ability.CHAT in abilities:
+        return "/v1/chat/completions", body | text | {"messages": [{"role": "user", "content": asked.warm_up}]}
+    if Ability.COMPLETIONS in abilities:
+        return "/v1/completions", body | text | {"prompt": asked.warm_up}
+    if Ability.EMBEDDINGS in abilities:
+        return "/v1/embeddings", body | {"input": asked.warm_up}
+    if Ability.RERANK in abilities:
+        return "/v1/rerank", body | {"query": asked.warm_up, "documents": [asked.warm_up]}
+    return None
+
+
+def _says_something(answer: bytes) -> bool:
+    """True if it has a text that is more than spaces, a vector, or a rank."""
+    try:
+        said = msgspec.json.decode(answer)
+    except msgspec.MsgspecError:
+        return False
+    if not isinstance(said, dict):
+        return False
+    found = [*_list(said.get("choices")), *_list(said.get("data")), *_list(said.get("results"))]
+    return any(_has_content(one) for one in found if isinstance(one, dict))
+
+
+def _has_content(one: dict[str, Any]) -> bool:
+    message = one.get("message")
+    told = message if isinstance(message, dict) else one
+    texts = [told.get(key) for key in ("content", "reasoning_content", "reasoning", "text")]
+    has_text = any(isinstance(text, str) and text.strip() for text in texts)
+    return has_text or bool(told.get("tool_calls") or one.get("embedding")) or "relevance_score" in one
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Final
 
@@ -18,7 +17,7 @@ from greenroom.base.detached import run_detached
 from greenroom.config.schema import Model
 from greenroom.errors import BadRequest, FetchFailed, GreenroomError, PathNotFound, UnusableModel, shown
 from greenroom.features.library.downloads import NO_KEY, DownloadFacts, Downloads
-from greenroom.library.download_locks import DownloadLocks, close_all, disown
+from greenroom.library.download_locks import close_all, disown
 from greenroom.library.orders import read_order
 from greenroom.library.records import ENGINE_OF_KIND, BrokenModel, LibraryRecord, ModelKind, Version
 from greenroom.library.removal import removed_paths
@@ -37,49 +36,32 @@ BEGIN_TRIES: Final = 600
 BEGIN_EVERY_S: Final = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsRef:
-    """An id of the hub with a revision, or a path below the roots."""
-
-    repo_id: str
-    revision: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FoundWeights:
-    path: str
-    repo_id: str
-    commit: str | None
-    is_fetched: bool
-
-
 class VersionWeights:
     def __init__(self, downloads: Downloads) -> None:
-        self._library = library = downloads.library
+        self._library = downloads.library
         self._downloads = downloads
-        self._marks = DownloadLocks(lambda: library.roots)
+        self._locks = downloads.library.locks
 
-    async def found(self, model: Model, order: WeightsRef, fetched: set[str]) -> FoundWeights:
-        """The weights on disk. Paths that were fetched for it are added to `fetched`, also if it fails. Raises
-        PathNotFound, BadRequest, UnusableModel or FetchFailed."""
-        name = order.repo_id
+    async def found(self, model: Model, name: str, revision: str | None, fetched: set[str]) -> Version:
+        """The weights on disk, as a version without a number. Paths that were fetched for it are added to `fetched`,
+        also if it fails. Raises PathNotFound, BadRequest, UnusableModel or FetchFailed."""
         path = await run_detached(lambda: self._located(name), "look for weights")
         if path is not None:
             await self._library.refresh()
             commit = self._commit_at(path, model)
-            if order.revision not in (None, commit):
+            if revision not in (None, commit):
                 raise BadRequest(
                     f"{shown(name)} is a path, which has no revisions; `revision` is for repositories of the hub.",
                     param="revision",
                 )
-            return FoundWeights(path, name, commit, await self._used(path))
+            return Version(0, name, path, commit, await self._used(path))
         if name.startswith(("/", "./", "../", "~")):
             raise PathNotFound(
                 f"There is nothing at {shown(name)} below the folders of models (library.roots).", param="model_repo_id"
             )
         locks = await self._begun()
         try:
-            return await self._fetched(model, order, fetched)
+            return await self._fetched(model, name, revision, fetched)
         finally:
             close_all(locks)
 
@@ -94,7 +76,7 @@ class VersionWeights:
         """Locks that keep other gateways from deleting what is being fetched. Raises FetchFailed."""
         for _ in range(BEGIN_TRIES):
             try:
-                return await run_detached(self._marks.begin_fetch, "begin to fetch", unclaimed=close_all)
+                return await run_detached(self._locks.begin_fetch, "begin to fetch", unclaimed=close_all)
             except BlockingIOError:
                 await asyncio.sleep(BEGIN_EVERY_S)
         raise FetchFailed("Another gateway has been deleting weights for a minute; ask again.")
@@ -107,10 +89,10 @@ class VersionWeights:
         _expect_kind(record, model)
         return record.source.commit
 
-    async def _fetched(self, model: Model, order: WeightsRef, fetched: set[str]) -> FoundWeights:
+    async def _fetched(self, model: Model, name: str, revision: str | None, fetched: set[str]) -> Version:
         downloads = self._downloads
         try:
-            wanted = read_order(downloads.rules, model=order.repo_id, revision=order.revision)
+            wanted = read_order(downloads.rules, model=name, revision=revision)
         except BadRequest as error:
             raise BadRequest(error.message, param="model_repo_id") from error
         # Weights that came there in another way since the last look need not be fetched.
@@ -121,9 +103,7 @@ class VersionWeights:
         state = await downloads.ended(row.id)
         if state is None or state.status is not OperationStatus.DONE:
             why = "it was cancelled" if state is None or state.error is None else state.error.message
-            raise FetchFailed(
-                f"{order.repo_id} could not be fetched: {why}", public=f"{order.repo_id} was not fetched."
-            )
+            raise FetchFailed(f"{name} could not be fetched: {why}", public=f"{name} was not fetched.")
         (facts,) = await downloads.facts([state])
         place, records = facts.destination, self._library.records
         there = [record for record in records if is_below(record.path, place) or record.folder == place]
@@ -135,17 +115,17 @@ class VersionWeights:
         for path in fetched:
             await self._used(path)
         broken = [problem for problem in self._library.problems if is_below(problem.path, place)]
-        record = _choose(there, broken, wanted.quantization, model, order)
-        return FoundWeights(record.path, order.repo_id, facts.commit, await self._used(record.path))
+        record = _choose(there, broken, wanted.quantization, model, name)
+        return Version(0, name, record.path, facts.commit, await self._used(record.path))
 
     def _mark_all(self, paths: Iterable[str]) -> None:
         for path in paths:
-            self._marks.mark(path)
+            self._locks.mark(path)
 
     async def _used(self, path: str) -> bool:
         """Let no other gateway delete this. True if an update fetched it, here or elsewhere. Raises FetchFailed."""
         try:
-            return await run_detached(lambda: self._marks.use(path), "use weights")
+            return await run_detached(lambda: self._locks.use(path), "use weights")
         except BlockingIOError:
             raise FetchFailed("The weights are just being deleted by another gateway; ask again.") from None
 
@@ -153,28 +133,17 @@ class VersionWeights:
         """Let no gateway ever delete these: an operator names them, whichever gateway fetched them."""
         await run_detached(lambda: disown(_meant_by(paths)), "keep configured weights")
 
-    async def are_used_elsewhere(self, path: str) -> bool:
-        """Whether another gateway serves or keeps what lies there as a version, and this one does not."""
-        return await run_detached(lambda: self._marks.is_used_elsewhere(path), "look for users of weights")
-
-    def deleting(self, path: str, *, force: bool) -> contextlib.AbstractContextManager[None]:
-        """Keep other gateways from using this. Blocks. Raises BlockingIOError if one does and not `force`."""
-        return self._marks.deleting(path, force=force)
-
-    async def use(self, versions: Collection[Version]) -> None:
-        """Let no other gateway delete what these need."""
+    async def use(self, versions: Collection[Version], *, only: bool = True) -> None:
+        """Let no other gateway delete what these need, and with `only` let them delete what these do not need."""
 
         def use() -> None:
             for version in versions:
                 with contextlib.suppress(BlockingIOError):
-                    self._marks.use(version.path)
+                    self._locks.use(version.path)
+            if only:
+                self._locks.use_only({version.path for version in versions})
 
         await run_detached(use, "use weights")
-
-    async def use_only(self, versions: Collection[Version]) -> None:
-        """The same, and let them delete what these do not need."""
-        await self.use(versions)
-        await run_detached(lambda: self._marks.use_only({version.path for version in versions}), "use weights")
 
     def _is_wanted_by_others(self, ours: Operation) -> bool:
         """True if a user ordered the same meanwhile."""
@@ -191,7 +160,7 @@ class VersionWeights:
         for path in await run_detached(lambda: _unused(paths, used), "compare versions"):
             try:
                 locks = await run_detached(
-                    lambda: self._marks.take(path),  # noqa: B023
+                    lambda: self._locks.take(path),  # noqa: B023
                     "look for users of weights",
                     unclaimed=lambda locks: close_all(locks or ()),
                 )
@@ -203,7 +172,7 @@ class VersionWeights:
             try:
                 await self._remove(path, used)
             finally:
-                await run_detached(lambda: self._marks.let_go(path, locks), "let go of weights")  # noqa: B023
+                await run_detached(lambda: self._locks.let_go(path, locks), "let go of weights")  # noqa: B023
         return later
 
     async def _remove(self, path: str, used: Collection[str]) -> None:
@@ -236,7 +205,7 @@ def _choose(
     broken: Sequence[BrokenModel],
     quantization: str | None,
     model: Model,
-    order: WeightsRef,
+    name: str,
 ) -> LibraryRecord:
     """The one of these that the model's engine runs. Raises UnusableModel."""
     fitting = [record for record in there if _fits(record.kind, model)]
@@ -245,11 +214,11 @@ def _choose(
     if not fitting and broken:
         path, why = broken[0].path, broken[0].why.rstrip(".")
         why = why if why.startswith(path) else f"{path}: {why}"
-        raise UnusableModel(f"{why}. So {model.engine} cannot run {order.repo_id}.")
+        raise UnusableModel(f"{why}. So {model.engine} cannot run {name}.")
     if len(fitting) != 1:
         names = ", ".join(record.id for record in fitting[:8]) or "none"
         raise UnusableModel(
-            f"{order.repo_id} must have one model that {model.engine} can run; it has {names}. "
+            f"{name} must have one model that {model.engine} can run; it has {names}. "
             "Name one as org/name:QUANTIZATION."
         )
     return fitting[0]

@@ -7,11 +7,17 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from greenroom.base.detached import run_detached
-from greenroom.errors import GreenroomError
+from greenroom.errors import GatewayBug, GreenroomError
 from greenroom.runtime.operations.files import OperationError, OperationStatus
 from greenroom.runtime.operations.table import OperationTable
 
 Facts = TypeVar("Facts")
+
+
+def error_of(error: GreenroomError) -> OperationError:
+    """As its row tells it: of a bug, callers never see more than that there is one."""
+    is_bug = isinstance(error, GatewayBug)
+    return OperationError(error.code, "Something went wrong in the gateway." if is_bug else error.message)
 
 
 async def end_with(

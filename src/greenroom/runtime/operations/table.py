@@ -213,16 +213,16 @@ class OperationTable(Part):
     async def add(
         self,
         kind: OperationKind,
-        about: object,
-        body: Iterable[bytes],
-        size: int,
+        about: object = None,
+        body: Iterable[bytes] = (),
+        size: int = 0,
         *,
         tenant: str,
         key: str,
         model: str,
         route: str,
-        priority: int,
-        retry: bool,
+        priority: int = 0,
+        retry: bool = False,
     ) -> Operation:
         """A new operation, on disk when this returns. Raises OperationsFull or OperationStoreFull."""
         row = Operation(

@@ -1,37 +1,41 @@
-"""llama-swap's own API, for programs that watch it or tell it to unload: `/running`, `/unload`, `/logs`, `/api/events`.
+"""The APIs of llama-swap and llama.cpp as far as they do not ask a model: `/running`, `/unload`, `/logs` and
+`/api/events`; `/props`, `/slots`, `/models/load` and `/models/unload`.
 
-Owns the shapes of these answers, which are llama-swap's. What it has in common with Ollama or with us answers as there:
-`/api/version` is Ollama's, `/health` and `/metrics` are ours.
+Owns the shapes of these answers, which are theirs. What llama-swap has in common with Ollama or with us answers as
+there: `/api/version` is Ollama's, `/health` and `/metrics` are ours.
 """
 
 from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
 
 import msgspec
+from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
-from greenroom.api.declared import NeededOperation, Routes, SignedCall, get, of_all, post
-from greenroom.api.models.listing import ModelPath, addressed
-from greenroom.api.overview import refuse_while_draining
+from greenroom.api.declared import Routes, by_body, by_path, get, of_all, post
+from greenroom.api.listing import ModelPath, addressed, models_of_task
+from greenroom.api.overview import Overview, refuse_while_draining
 from greenroom.api.reports.snapshot import Snapshot
-from greenroom.api.reports.streams import PLAIN, LogFeed, Streams, plain_frame, refuse_head, shown_line
-from greenroom.api.views import StatusWord
-from greenroom.errors import MethodNotAllowed, ModelNotFound, NotFound
-from greenroom.features.operations.load_routes import Force
+from greenroom.api.reports.streams import PLAIN, Feed, Streams, log_feed, plain_frame, refuse_head, shown_line
+from greenroom.api.views import GovernedOrder, StatusWord
+from greenroom.config.schema import Ability
+from greenroom.errors import BadRequest, MethodNotAllowed, ModelNotFound, NotFound
+from greenroom.features.operations.load_routes import Force, LoadAsked, LoadRoutes, Name, UnloadAsked, load_of
 from greenroom.features.operations.loads import Loads
-from greenroom.features.operations.moves import ComingVersions, expect_movable
+from greenroom.features.operations.moves import expect_movable
 from greenroom.features.operations.routes import ForceOrder, NoHistory, is_forced
 from greenroom.process.logs import LogRing, Subscription
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.observer import Hub
 from greenroom.runtime.shell import Shell
+from greenroom.serving.tasks import Tasks
 
 UNLOAD_ALL: Final = "/unload"
 UNLOAD: Final = "/api/models/unload"
@@ -42,27 +46,20 @@ LINES: Final = 200
 GATEWAYS_LOG, ENGINES_LOGS = "proxy", "upstream"
 
 
-def _unload(call: SignedCall) -> NeededOperation:
-    return NeededOperation("model-unload", call.in_path())
-
-
+@dataclass(frozen=True)
 class LlamaSwapRoutes(Routes):
     in_schema = False
 
-    def __init__(
-        self, shell: Shell, loads: Loads, coming: ComingVersions, streams: Streams, look: Callable[[], Snapshot]
-    ) -> None:
-        self._shell = shell
-        self._loads = loads
-        self._coming = coming
-        self._streams = streams
-        self._look = look
+    _shell: Shell
+    _loads: Loads
+    _streams: Streams
+    _gateway: Overview
 
     @get("/running", needs=Permission.ASK)
     async def running(self, request: Request) -> Response:
         """Models that are ready, come or leave, without those that run elsewhere. Commands are for operators."""
         is_admin, sees = asked_by_admin(request), caller_of(request).sees
-        look = self._look()
+        look = Snapshot(self._gateway)
         here = (entry for entry in self._entries if not entry.spec.is_remote and sees(entry.base_id))
         listed = [entry for entry in here if is_admin or not entry.config.unlisted]
         found = [_card(entry, state, is_admin) for entry in listed if (state := _state(look, entry)) != "stopped"]
@@ -81,13 +78,13 @@ class LlamaSwapRoutes(Routes):
         await self._unload(request, self._there(request), force or is_forced(order))
         return JSONResponse({"msg": "ok"})
 
-    @post(UNLOAD + "/{model_id:path}", needs=Permission.LOAD, signed=_unload)
+    @post(UNLOAD + "/{model_id:path}", needs=Permission.LOAD, signed=by_path("model-unload"))
     async def unload_one(
         self, request: Request, model_id: ModelPath, order: ForceOrder | None = None, force: Force = False
     ) -> Response:
         """Unload one model, by id or alias."""
         entry = addressed(self._shell.catalog, request)
-        expect_movable(self._coming, entry)
+        expect_movable(self._shell, entry)
         await self._unload(request, [entry], force or is_forced(order))
         return PlainTextResponse("OK")
 
@@ -102,7 +99,7 @@ class LlamaSwapRoutes(Routes):
         """What every engine prints, as text."""
         refuse_head(request)
         history = LINES if no_history is None else 0
-        return self._streams.answer(request, lambda: MergedLogFeed(dict(self._rings()), history), PLAIN)
+        return self._streams.answer(request, merged_log_feed(dict(self._rings()), history), PLAIN)
 
     @get(STREAM + "/{model_id:path}", needs=Permission.READ)
     async def stream_one(self, request: Request, model_id: ModelPath, no_history: NoHistory = None) -> Response:
@@ -114,13 +111,13 @@ class LlamaSwapRoutes(Routes):
             raise NotFound("The gateway's own log goes to its standard error; /api/v1/events tells what it does.")
         entry = addressed(self._shell.catalog, request)
         ring, history = self._shell.slots.log(entry.id), LINES if no_history is None else 0
-        return self._streams.answer(request, lambda: LogFeed(ring, history, plain_frame), PLAIN)
+        return self._streams.answer(request, log_feed(ring, history, PLAIN), PLAIN)
 
     @get("/api/events", needs=Permission.READ)
     async def events(self, request: Request) -> Response:
         """Server-sent events: the state of every model now, and whenever one has changed."""
         refuse_head(request)
-        return self._streams.answer(request, lambda: ModelStateFeed(self._shell.hub, self._states))
+        return self._streams.answer(request, self._state_feed())
 
     # --- what there is ----------------------------------------------------------------------------------------------
 
@@ -156,7 +153,7 @@ class LlamaSwapRoutes(Routes):
         return [(entry.public_id, self._shell.slots.log(entry.id)) for entry in self._entries]
 
     def _states(self) -> list[dict[str, Any]]:
-        look = self._look()
+        look = Snapshot(self._gateway)
         return [
             {
                 "id": entry.shown_id(to_operator=True),
@@ -169,6 +166,21 @@ class LlamaSwapRoutes(Routes):
             }
             for entry in self._entries
         ]
+
+    async def _state_feed(self) -> Feed:
+        """The state of all models, now and after each event that changed it."""
+        with self._shell.hub.subscribe() as events:
+            last = msgspec.json.encode(self._states())
+            yield _state_frame(last)
+            async for _ in events:
+                states = msgspec.json.encode(self._states())
+                if states != last:
+                    last = states
+                    yield _state_frame(last)
+
+
+def _state_frame(states: bytes) -> bytes:
+    return b"event:message\ndata:%b\n\n" % msgspec.json.encode({"type": "modelStatus", "data": states.decode()})
 
 
 def _card(entry: Entry, state: str, to_operator: bool) -> dict[str, Any]:
@@ -203,41 +215,30 @@ def _prefix(name: str) -> str:
 # --- feeds ----------------------------------------------------------------------------------------------------------
 
 
-class MergedLogFeed:
+async def merged_log_feed(rings: Mapping[str, LogRing], history: int) -> Feed:
     """The last lines of several logs, then each line as it is printed, with the name of its log before it."""
-
-    def __init__(self, rings: Mapping[str, LogRing], history: int) -> None:
-        # Both in one turn of the loop, so that no line is lost between them or sent twice.
-        self._past = [(name, line) for name, ring in rings.items() for line in ring.tail(history)]
-        self._open = {name: ring.subscribe() for name, ring in rings.items()}
-        self._next: dict[asyncio.Task[str | None], str] = {}
-
-    async def piece(self) -> bytes | None:
-        if self._past:
-            past, self._past = self._past, []
-            return b"".join(_frame(name, line) for name, line in past)
-        while self._open:
-            asked = set(self._next.values())
-            for name, lines in self._open.items():
+    # Both in one turn of the loop, so that no line is lost between them or sent twice.
+    past = b"".join(_frame(name, line) for name, ring in rings.items() for line in ring.tail(history))
+    subscriptions = {name: ring.subscribe() for name, ring in rings.items()}
+    waiting: dict[asyncio.Task[str | None], str] = {}
+    try:
+        yield past
+        while subscriptions:
+            asked = set(waiting.values())
+            for name, lines in subscriptions.items():
                 if name not in asked:
-                    self._next[asyncio.ensure_future(_line(lines))] = name
-            done, _ = await asyncio.wait(self._next, return_when=asyncio.FIRST_COMPLETED)
-            if data := b"".join(self._taken(task) for task in done):
-                return data
-        return None
-
-    def _taken(self, task: asyncio.Task[str | None]) -> bytes:
-        name, line = self._next.pop(task), task.result()
-        if line is None:
-            # The model is gone.
-            del self._open[name]
-            return b""
-        return _frame(name, line)
-
-    def close(self) -> None:
-        for lines in self._open.values():
+                    waiting[asyncio.ensure_future(_line(lines))] = name
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            printed = [(waiting.pop(task), task.result()) for task in done]
+            for name in [name for name, line in printed if line is None]:
+                # The model is gone.
+                del subscriptions[name]
+            if data := b"".join(_frame(name, line) for name, line in printed if line is not None):
+                yield data
+    finally:
+        for lines in subscriptions.values():
             lines.close()
-        for task in self._next:
+        for task in waiting:
             task.cancel()
 
 
@@ -249,22 +250,89 @@ def _frame(name: str, line: str) -> bytes:
     return plain_frame(_prefix(name) + shown_line(line))
 
 
-class ModelStateFeed:
-    """The state of all models, now and after each event that changed it."""
+# --- llama.cpp ------------------------------------------------------------------------------------------------------
 
-    def __init__(self, hub: Hub, states: Callable[[], list[dict[str, Any]]]) -> None:
-        self._subscription = hub.subscribe(None)
-        self._states = states
-        self._last: bytes | None = None
 
-    async def piece(self) -> bytes | None:
-        while self._last is None or await anext(self._subscription, None) is not None:
-            told = msgspec.json.encode(self._states())
-            if told != self._last:
-                self._last = told
-                data = msgspec.json.encode({"type": "modelStatus", "data": told.decode()})
-                return b"event:message\ndata:%b\n\n" % data
-        return None
+ModelQuery = Annotated[str | None, Query(description="The model; else server.default_model.")]
 
-    def close(self) -> None:
-        self._subscription.close()
+
+class NativeOrder(GovernedOrder):
+    model: Name
+
+
+class NativeUnload(NativeOrder):
+    force: bool = False
+    """Also if it is pinned."""
+
+
+@dataclass(frozen=True)
+class LlamaCppRoutes(Routes):
+    """Only the order to load a model loads one, and no answer holds a prompt: they are the gateway's own facts."""
+
+    in_schema = False
+
+    _shell: Shell
+    _tasks: Tasks
+    _loads: LoadRoutes
+    _gateway: Overview
+
+    @get("/props", needs=Permission.ASK)
+    async def props(self, request: Request, model: ModelQuery = None) -> Response:
+        """What is known of a model without loading it."""
+        entry = self._entry(request, model)
+        abilities = entry.facts.abilities or frozenset()
+        shown: dict[str, Any] = {
+            "default_generation_settings": {"n_ctx": entry.config.ctx_size},
+            "total_slots": entry.engine.concurrency(entry.config),
+            "model_alias": entry.shown_id(to_operator=asked_by_admin(request)),
+            "modalities": {"vision": Ability.VISION in abilities, "audio": Ability.AUDIO in abilities},
+            "is_sleeping": self._view(request, entry).tier == "asleep",
+        }
+        if asked_by_admin(request):
+            shown["model_path"] = entry.config.path
+        return JSONResponse(shown)
+
+    @get("/slots", needs=Permission.ASK)
+    async def slots(self, request: Request, model: ModelQuery = None) -> Response:
+        """How many requests of a model are answered at once, and how many are now. No prompts."""
+        entry = self._entry(request, model)
+        view = self._view(request, entry)
+        count = 0 if view.tier != "ready" else view.concurrency or 0
+        return JSONResponse(
+            [
+                {"id": place, "n_ctx": entry.config.ctx_size, "is_processing": place < view.in_flight}
+                for place in range(count)
+            ]
+        )
+
+    @post("/models/load", needs=Permission.LOAD, signed=lambda call: load_of(call.named("model")))
+    async def load(self, request: Request, asked: NativeOrder) -> Response:
+        """Begin to load a model; GET /models tells when it is there."""
+        self._refuse_task(request, asked.model, "load")
+        await self._loads.start_load(request, Response(), LoadAsked(model=asked.model))
+        return JSONResponse({"success": True})
+
+    @post("/models/unload", needs=Permission.LOAD, signed=by_body("model-unload", "model"))
+    async def unload(self, request: Request, asked: NativeUnload) -> Response:
+        self._refuse_task(request, asked.model, "unload")
+        await self._loads.unload_model(request, UnloadAsked(model=asked.model, force=asked.force))
+        return JSONResponse({"success": True})
+
+    def _view(self, request: Request, entry: Entry) -> Any:
+        return Snapshot(self._gateway).model(entry, to_operator=asked_by_admin(request))
+
+    def _refuse_task(self, request: Request, name: str, order: str) -> None:
+        if models := models_of_task(self._tasks, self._shell.catalog, request, name):
+            ids = ", ".join(one.public_id for one in models)
+            raise BadRequest(f"{name} is a task: say which of its models to {order} ({ids}).", param="model")
+
+    def _entry(self, request: Request, name: str | None) -> Entry:
+        """The model of this name; of a task, its first candidate that the caller may use. Raises ModelNotFound."""
+        name = name or self._shell.config.server.default_model
+        if name is None:
+            raise BadRequest("Say which model by ?model=: there is no server.default_model.", param="model")
+        catalog = self._shell.catalog
+        entry = catalog.find(name) or next(iter(models_of_task(self._tasks, catalog, request, name)), None)
+        if entry is None or not caller_of(request).sees(entry.base_id):
+            raise ModelNotFound.named(name)
+        return entry

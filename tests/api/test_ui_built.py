@@ -11,7 +11,7 @@ import pytest
 
 from greenroom.api.ui.files import ASSETS
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 # What everything together may weigh on the way to the browser.
 PACKED_MAX_BYTES = 150_000
 

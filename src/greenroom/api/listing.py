@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 from fastapi import Path
@@ -11,9 +10,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 from starlette.types import Scope
 
-from greenroom.access.keys import Permission
+from greenroom.access.keys import Caller, Permission
 from greenroom.api.asgi import asked_by_admin, caller_of
 from greenroom.api.declared import DeclaredRoute, Routes, around_name, get
+from greenroom.api.overview import Overview
 from greenroom.api.reports.snapshot import Snapshot
 from greenroom.api.views import ModelCard, ModelList, ModelStatus, ModelStatusList, ModelView, StatusWord
 from greenroom.config.kinds import RESERVED_ENDINGS, RESERVED_IDS
@@ -48,11 +48,11 @@ class OneModel(DeclaredRoute):
 
 
 class Listing(Routes):
-    def __init__(self, catalog: Catalog, resolver: Resolver, tasks: Tasks, look: Callable[[], Snapshot]) -> None:
-        self._catalog = catalog
+    def __init__(self, gateway: Overview, resolver: Resolver, tasks: Tasks) -> None:
+        self._gateway = gateway
+        self._catalog = gateway.shell.catalog
         self._resolver = resolver
         self._tasks = tasks
-        self._look = look
 
     @get(MODELS, needs=Permission.ASK, response_model=ModelList)
     async def list_models(self, request: Request) -> ModelList | Response:
@@ -69,11 +69,12 @@ class Listing(Routes):
 
     @get("/models", needs=Permission.ASK, include_in_schema=False)
     async def list_models_of(self, request: Request) -> ModelList:
-        look, is_admin, sees = self._look(), asked_by_admin(request), caller_of(request).sees
+        look, is_admin, caller = Snapshot(self._gateway), asked_by_admin(request), caller_of(request)
+        sees = caller.sees
         listed = (entry for entry in self._catalog.shown if not entry.config.unlisted and sees(entry.base_id))
         cards = [look.card(entry, to_operator=is_admin) for entry in listed]
         tasks = [task for task in self._tasks.seen_by(sees) if not task.section.unlisted]
-        cards += [self._task_card(look, task, sees, to_operator=is_admin) for task in tasks]
+        cards += [self._task_card(look, task, caller, to_operator=is_admin) for task in tasks]
         return ModelList(data=[*cards, *(card_of(one) for one in self._resolver.unasked if sees(one.id))])
 
     @get(MODELS + "/{model_id:path}", needs=Permission.ASK, response_model=ModelCard, route_class_override=OneModel)
@@ -83,12 +84,10 @@ class Listing(Routes):
         shape = _shape_for(request)
         return card if shape is None else JSONResponse(shape.one(card.id, card.name, card.created))
 
-    def _task_card(
-        self, look: Snapshot, task: TaskRoute, sees: Callable[[str], bool], *, to_operator: bool
-    ) -> ModelCard:
+    def _task_card(self, look: Snapshot, task: TaskRoute, caller: Caller, *, to_operator: bool) -> ModelCard:
         """A task as its first loaded candidate, or else its first, with the names of those that the caller may use."""
         entries = [entry for name in task.section.candidates if (entry := self._catalog.find(name)) is not None]
-        cards = [look.card(entry, to_operator=to_operator) for entry in entries if sees(entry.base_id)]
+        cards = [look.card(entry, to_operator=to_operator) for entry in entries if caller.sees(entry.base_id)]
         like = next((card for card in cards if card.status.value is StatusWord.LOADED), cards[0])
         return like.model_copy(
             update={
@@ -101,17 +100,17 @@ class Listing(Routes):
         )
 
     def _card(self, request: Request, model_id: str) -> ModelCard:
-        sees = caller_of(request).sees
-        if (task := self._tasks.find(model_id)) is not None and self._tasks.is_seen(task, sees):
-            return self._task_card(self._look(), task, sees, to_operator=asked_by_admin(request))
+        caller, look, is_admin = caller_of(request), Snapshot(self._gateway), asked_by_admin(request)
+        if (task := self._tasks.find(model_id)) is not None and self._tasks.is_seen(task, caller.sees):
+            return self._task_card(look, task, caller, to_operator=is_admin)
         try:
             entry = addressed(self._catalog, request)
         except ModelNotFound:
             record = self._resolver.on_disk(model_id)
-            if record is None or not caller_of(request).sees(record.id):
+            if record is None or not caller.sees(record.id):
                 raise
             return card_of(record)
-        return self._look().card(entry, to_operator=asked_by_admin(request))
+        return look.card(entry, to_operator=is_admin)
 
 
 def _shape_for(request: Request) -> ModelShape | None:
@@ -170,20 +169,19 @@ def refuse_task(tasks: Tasks, catalog: Catalog, request: Request, name: str) -> 
 
 
 class ModelStatuses(Routes):
-    def __init__(self, catalog: Catalog, tasks: Tasks, look: Callable[[], Snapshot]) -> None:
-        self._catalog = catalog
+    def __init__(self, gateway: Overview, tasks: Tasks) -> None:
+        self._gateway = gateway
         self._tasks = tasks
-        self._look = look
 
     @get(PATH, needs=Permission.ASK)
     async def model_statuses(self, request: Request) -> ModelStatusList:
         """Every model. Unlisted ones, process ids and engine messages are for admin keys only."""
-        look, sees = self._look(), caller_of(request).sees
-        return ModelStatusList(models=look.models(to_operator=asked_by_admin(request), sees=sees))
+        models = Snapshot(self._gateway).models(caller_of(request), to_operator=asked_by_admin(request))
+        return ModelStatusList(models=models)
 
     @get(PATH + "/{model_id:path}", needs=Permission.ASK, route_class_override=OneModel)
     async def model_status(self, request: Request, model_id: ModelPath) -> ModelView:
         """One model, by id or alias."""
-        refuse_task(self._tasks, self._catalog, request, model_id)
-        entry = addressed(self._catalog, request)
-        return self._look().model(entry, to_operator=asked_by_admin(request))
+        refuse_task(self._tasks, self._gateway.shell.catalog, request, model_id)
+        entry = addressed(self._gateway.shell.catalog, request)
+        return Snapshot(self._gateway).model(entry, to_operator=asked_by_admin(request))

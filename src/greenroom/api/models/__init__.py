@@ -1,1 +1,0 @@
-"""Models as the management API lists and describes them."""
