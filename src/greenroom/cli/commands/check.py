@@ -342,7 +342,7 @@ def _say(result: Mapping[str, Any], as_json: bool) -> None:
 def _say_environment(loaded: LoadedConfig, as_json: bool) -> None:
     from greenroom.config import environment
 
-    rows = list(environment.shown(loaded.config, os.environ, loaded.places.__contains__))
+    rows = list(environment.shown(loaded.config, os.environ, loaded.places))
     if as_json:
         screen.say_json([dataclasses.asdict(row) for row in rows])
         return
