@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -41,16 +42,14 @@ def run(args: argparse.Namespace) -> None:
 
     client = Client(address.address_of(args))
     if args.watch:
-        screen.watch(lambda: client.get(STATUS), TITLES, rows, lambda status: (), summary, as_json=args.json)
+        screen.watch((_frame(client.get(STATUS), ()) for _ in itertools.count()), as_json=args.json)
     status = client.get(STATUS)
-    if args.json:
-        screen.say_json(status)
-        return
-    screen.say_table(TITLES, rows(status))
-    for problem in status.get("key_problems", ()):
-        screen.note(f"warning: {problem}")
-    for line in summary(status):
-        screen.hint(line)
+    problems = [f"warning: {problem}" for problem in status.get("key_problems", ())]
+    screen.show(_frame(status, problems), as_json=args.json)
+
+
+def _frame(status: Status, notes: Sequence[str]) -> screen.Frame:
+    return screen.Frame(status, TITLES, rows(status), notes, summary(status))
 
 
 COMMAND = Subcommand(
