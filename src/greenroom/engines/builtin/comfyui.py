@@ -27,7 +27,7 @@ from greenroom.engines.base import (
     ProcessEngine,
     environment,
 )
-from greenroom.engines.estimates.estimate import FILE_SIZE, Estimate, EstimatePart, part
+from greenroom.engines.estimates.estimate import FILE_SIZE, Estimate, EstimatePart, file_bytes, part
 from greenroom.engines.estimates.hf_folder import CONTEXT_MIB
 from greenroom.engines.identity import file_identity, program_identity
 from greenroom.engines.installed import packages_missing
@@ -68,7 +68,7 @@ class ComfyUiEngine(ProcessEngine):
         )
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
-        weights = sum(_size(file) for file in self._checkpoints(model))
+        weights = sum(map(file_bytes, self._checkpoints(model)))
         if not weights:
             return None
         on_gpu = part("weights", weights) if gpus else part("weights", 0, weights)
@@ -171,13 +171,6 @@ def _is_file_in(folder: Path | None, name: str) -> bool:
     """Names may have folders, and never lead out of theirs."""
     inside = not os.path.isabs(name) and ".." not in Path(name).parts
     return folder is not None and inside and os.path.isfile(folder / name)
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0
 
 
 # --- the workflow ---------------------------------------------------------------------------------------------------

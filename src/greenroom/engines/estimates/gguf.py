@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from greenroom.engines.estimates.estimate import FILE_SIZE, GGUF, MIB, Estimate, EstimatePart, known, part
+from greenroom.engines.estimates.estimate import FILE_SIZE, GGUF, MIB, Estimate, EstimatePart, file_bytes, known, part
 from greenroom.engines.estimates.gguf_header import (
     ENCODERS,
     BadModelFile,
@@ -225,12 +225,12 @@ def _feed_forward(header: GgufHeader) -> int:
 
 
 def _projectors(options: LlamaOptions, has_gpu: bool) -> list[EstimatePart]:
-    size = sum(_file_bytes(path) for path in options.projectors) * PROJECTOR_FACTOR
+    size = sum(file_bytes(path) for path in options.projectors) * PROJECTOR_FACTOR
     return [_whole("projector", size, has_gpu and options.projector_offload)]
 
 
 def _adapters(options: LlamaOptions, on_gpu: bool) -> list[EstimatePart]:
-    return [_whole("adapters", sum(_file_bytes(path) for path in options.adapters), on_gpu)]
+    return [_whole("adapters", sum(file_bytes(path) for path in options.adapters), on_gpu)]
 
 
 def _draft(options: LlamaOptions, gpus: int, logits_all: bool) -> list[EstimatePart]:
@@ -257,17 +257,9 @@ def _whole(what: str, size: float, on_gpu: bool) -> EstimatePart:
     return part(what, size if on_gpu else 0, 0 if on_gpu else size)
 
 
-def _file_bytes(path: str | Path) -> int:
-    """0 for a file that is missing or not readable: its own load will report it."""
-    try:
-        return os.path.getsize(path) if os.path.isfile(path) else 0
-    except (OSError, ValueError):
-        return 0
-
-
 def _by_size(path: Path, options: LlamaOptions, gpus: int) -> Estimate | None:
     """All parts of a split file together."""
-    size = sum(_file_bytes(one) for one in split_names(path))
+    size = sum(file_bytes(one) for one in split_names(path))
     on_gpu = bool(gpus) and options.gpu_layers != 0 and not options.no_gpu
     # At least 1 MiB, so that no file counts as nothing.
     whole = int(size * FILE_SIZE_FACTOR / MIB) + 1

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from greenroom.base.plain_file import open_plain, why
-from greenroom.engines.estimates.gguf_tensors import LAYERS_MAX, WeightBytes, WeightsSum, tensor_bytes
+from greenroom.engines.estimates.gguf_tensors import LAYERS_MAX, WeightBytes, tensor_bytes
 from greenroom.errors import LoadFailed
 
 MAGIC: Final = b"GGUF"
@@ -132,7 +132,7 @@ def read_header(path: str | Path) -> GgufHeader:
 
 def read_weights(paths: Iterable[Path]) -> WeightBytes:
     """The weights of all files of one model together. Raises BadModelFile if one is missing or not complete."""
-    total = WeightsSum()
+    total = WeightBytes()
     for path in paths:
         try:
             with open_plain(path) as file:
@@ -140,7 +140,7 @@ def read_weights(paths: Iterable[Path]) -> WeightBytes:
                 _walk(cursor, os.fstat(file.fileno()).st_size, total)
         except (OSError, ValueError) as reason:
             raise BadModelFile(f"{path} cannot be read: {why(reason)}.") from reason
-    return total.take()
+    return total
 
 
 def shards(path: Path, header: GgufHeader) -> tuple[Path, ...]:
@@ -254,12 +254,12 @@ class Cursor:
 
 
 def _facts(cursor: Cursor, file_bytes: int) -> GgufHeader:
-    total = WeightsSum()
+    total = WeightBytes()
     values, end = _walk(cursor, file_bytes, total)
-    return _header(cursor, values, end, total.take())
+    return _header(cursor, values, end, total)
 
 
-def _walk(cursor: Cursor, file_bytes: int, total: WeightsSum) -> tuple[dict[str, Value], int]:
+def _walk(cursor: Cursor, file_bytes: int, total: WeightBytes) -> tuple[dict[str, Value], int]:
     """The values, and the end of the last tensor relative to the first. Adds the tensors to `total`."""
     tensor_count, key_count = _preamble(cursor)
     values = dict(_key_values(cursor, key_count))
@@ -293,7 +293,7 @@ def _key_values(cursor: Cursor, count: int) -> Iterator[tuple[str, Value]]:
             yield key, value
 
 
-def _add_tensors(cursor: Cursor, count: int, total: WeightsSum) -> int:
+def _add_tensors(cursor: Cursor, count: int, total: WeightBytes) -> int:
     """The end of the last tensor relative to the first."""
     end = 0
     for _ in range(count):
