@@ -18,10 +18,10 @@ from greenroom.base.plain_file import FileTooLarge, NotPlainFile, read_plain
 from greenroom.config.kinds import can_be_run, words
 from greenroom.config.reader import Problem
 from greenroom.config.schema import Config, Model, Remote, Server
-from greenroom.config.sections.coresidency import rules_of
 from greenroom.config.sections.governance import quorum_warnings
 from greenroom.config.sections.model import TEMPLATE_ENDING
 from greenroom.config.sections.remotes import read_remote_key
+from greenroom.config.sections.scheduler import rules_of
 from greenroom.core.model import ModelId
 from greenroom.core.policy.coresidency import coresidency_under
 
@@ -215,14 +215,10 @@ def budget_mib(config: Config, model: Model | None = None) -> int | None:
     return None
 
 
+_OF_FOLDERS: Final = ("transformers", "diffusers", "vllm", "sglang", "comfyui", "whisper")
 # What `path` must be. Engines of other packages take what they like.
 _PATHS = {
-    "transformers": (os.path.isdir, "folder"),
-    "diffusers": (os.path.isdir, "folder"),
-    "vllm": (os.path.isdir, "folder"),
-    "sglang": (os.path.isdir, "folder"),
-    "comfyui": (os.path.isdir, "folder"),
-    "whisper": (os.path.isdir, "folder"),
+    **dict.fromkeys(_OF_FOLDERS, (os.path.isdir, "folder")),
     "llamacpp": (lambda path: os.path.isfile(path) or holds_gguf(path), "file"),
 }
 

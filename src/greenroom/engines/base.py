@@ -262,6 +262,15 @@ class CallEngine(Protocol):
     async def __call__(self, method: str, target: str, body: bytes = b"") -> tuple[int, bytes]: ...
 
 
+async def asked(call: CallEngine, method: str, target: str, body: bytes = b"") -> bytes:
+    """The body of an answer with status 200. Raises LoadFailed for any other, OSError or ValueError."""
+    status, answer = await call(method, target, body)
+    if status != 200:
+        said = answer[:200].decode("utf-8", "replace")
+        raise LoadFailed(f"it answered {status} to {target.partition('?')[0]}" + (f": {said}" if said else ""))
+    return answer
+
+
 class ProcessEngine(Describing):
     """A process for each slot. One that can sleep carries `sleep` and `wake` out itself, by calls to its engine."""
 

@@ -24,8 +24,7 @@ import msgspec
 from greenroom.base.plain_file import read_plain
 from greenroom.config.hub import repository_of
 from greenroom.engines.builtin.llamacpp import PROJECTOR
-from greenroom.engines.estimates.gguf import split_names
-from greenroom.engines.estimates.gguf_header import BadModelFile
+from greenroom.engines.estimates.gguf_header import BadModelFile, split_names
 from greenroom.engines.estimates.hf_folder import CONFIG_MAX_BYTES
 from greenroom.engines.estimates.hosted import INDEX, pipeline_files
 from greenroom.library.facts import NOTHING, FileFacts, NoModel, read_facts

@@ -25,6 +25,7 @@ from greenroom.engines.base import (
     LaunchPlace,
     Listens,
     ProcessEngine,
+    asked,
     environment,
 )
 from greenroom.engines.estimates.estimate import FILE_SIZE, Estimate, EstimatePart, file_bytes, part
@@ -119,15 +120,11 @@ class ComfyUiEngine(ProcessEngine):
     # --- sleep --------------------------------------------------------------------------------------------------------
 
     async def sleep(self, model: Model, call: CallEngine) -> None:
-        status, body = await call("POST", "/sleep")
-        if status != 200:
-            raise LoadFailed(f"it answered {status}: {body[:200].decode('utf-8', 'replace')}")
+        await asked(call, "POST", "/sleep")
 
     async def wake(self, model: Model, call: CallEngine) -> None:
         """Its next workflow loads what it needs; so all there is to see is that it answers."""
-        status, _ = await call("GET", "/health")
-        if status != 200:
-            raise LoadFailed(f"it answered {status} to /health")
+        await asked(call, "GET", "/health")
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from greenroom.engines.base import (
     LaunchPlace,
     ProcessEngine,
     Split,
+    asked,
 )
 from greenroom.engines.builtin.transformers import embeds, template_has_tools
 from greenroom.engines.estimates.estimate import Estimate
@@ -243,14 +244,6 @@ class _CheckedVector(msgspec.Struct):
 
 class _CheckedVectors(msgspec.Struct):
     data: list[_CheckedVector]
-
-
-async def asked(call: CallEngine, method: str, target: str, body: bytes = b"") -> bytes:
-    """The body of an answer with status 200. Raises LoadFailed for any other, OSError or ValueError."""
-    status, answer = await call(method, target, body)
-    if status != 200:
-        raise LoadFailed(f"it answered {status} to {target.partition('?')[0]}")
-    return answer
 
 
 def decoded(answer: bytes, kind: type[_Said]) -> _Said:

@@ -27,6 +27,7 @@ from greenroom.engines.base import (
     LaunchPlace,
     Listens,
     ProcessEngine,
+    asked,
     environment,
 )
 from greenroom.engines.estimates.estimate import FILE_SIZE, Estimate, EstimatePart, known, mib
@@ -116,16 +117,10 @@ class WhisperEngine(ProcessEngine):
         return None
 
     async def sleep(self, model: Model, call: CallEngine) -> None:
-        await _ordered(call, "/control/sleep")
+        await asked(call, "POST", "/control/sleep")
 
     async def wake(self, model: Model, call: CallEngine) -> None:
-        await _ordered(call, "/control/wake")
-
-
-async def _ordered(call: CallEngine, path: str) -> None:
-    status, body = await call("POST", path)
-    if status != 200:
-        raise LoadFailed(f"it answered {status} to {path}: {body[:200].decode('utf-8', 'replace')}")
+        await asked(call, "POST", "/control/wake")
 
 
 def _folder(model_id: str, model: Model) -> Path:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from greenroom.engines.estimates.gguf_header import (
     read_header,
     read_weights,
     shards,
+    split_names,
 )
 from greenroom.engines.estimates.gguf_tensors import WeightBytes
 from greenroom.engines.estimates.kv_cache import Cells, LayerCache, attention_bytes, gguf_cache, padded, state_bytes
@@ -50,9 +50,6 @@ HEADERS_MAX: Final = 512
 CONTEXT_DEFAULT: Final = 4_096
 # A projector computes an image at once, in buffers of its own: an allowance, not a measurement.
 PROJECTOR_FACTOR: Final = 1.3
-_SPLIT: Final = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-# Files of one model that are looked for.
-SPLIT_MAX: Final = 1_000
 
 
 def estimate_gguf(options: LlamaOptions, gpus: int, *, logits_all: bool) -> Estimate | None:
@@ -266,19 +263,3 @@ def _by_size(path: Path, options: LlamaOptions, gpus: int) -> Estimate | None:
     return (
         Estimate((EstimatePart("file", whole if on_gpu else 0, 0 if on_gpu else whole),), FILE_SIZE) if size else None
     )
-
-
-def split_names(path: Path) -> list[Path]:
-    """The names of all files of a model that is split over several, by the name of one."""
-    match = _SPLIT.search(path.name)
-    if match is None:
-        return [path]
-    stem, count = path.name[: match.start()], int(match[2])
-    return [
-        path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, min(count, SPLIT_MAX) + 1)
-    ]
-
-
-def split_stem(name: str) -> str:
-    """The name of a GGUF file without its ending and without the number of its part."""
-    return _SPLIT.sub("", name).removesuffix(".gguf")

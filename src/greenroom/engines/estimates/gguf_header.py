@@ -52,7 +52,9 @@ _STRING, _ARRAY = 8, 9
 ENCODERS: Final = re.compile(r"bert|embed|t5encoder")
 _POOLING_NONE, _POOLING_RANK = 0, 4
 _PROJECTORS: Final = ("clip", "mmproj")
-_SHARD: Final = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_SPLIT: Final = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+# Files of one model that are looked for.
+SPLIT_MAX: Final = 1_000
 
 Value = int | float | str | tuple[int, ...]
 
@@ -145,11 +147,22 @@ def read_weights(paths: Iterable[Path]) -> WeightBytes:
 
 def shards(path: Path, header: GgufHeader) -> tuple[Path, ...]:
     """All files of a split model, in order; this one alone if it is not split."""
-    match = _SHARD.search(path.name)
-    if header.shard_count < 2 or match is None or int(match[2]) != header.shard_count:
+    named = split_names(path)
+    return named if 1 < header.shard_count == len(named) else (path,)
+
+
+def split_names(path: Path) -> tuple[Path, ...]:
+    """The names of all files of a model that is split over several, by the name of one."""
+    match = _SPLIT.search(path.name)
+    if match is None:
         return (path,)
-    stem = path.name[: match.start()]
-    return tuple(path.with_name(f"{stem}-{k:05}-of-{match[2]}.gguf") for k in range(1, header.shard_count + 1))
+    stem, count = path.name[: match.start()], int(match[2])
+    return tuple(path.with_name(f"{stem}-{k:05d}-of-{count:05d}.gguf") for k in range(1, min(count, SPLIT_MAX) + 1))
+
+
+def split_stem(name: str) -> str:
+    """The name of a GGUF file without its ending and without the number of its part."""
+    return _SPLIT.sub("", name).removesuffix(".gguf")
 
 
 class Cursor:

@@ -14,7 +14,7 @@ import ssl
 
 import greenroom
 from greenroom.base.detached import run_detached
-from greenroom.config.live import GatewayState
+from greenroom.config.part import GatewayState
 from greenroom.config.problems import is_empty_folder
 from greenroom.config.schema import Remote
 from greenroom.config.sections.remotes import read_remote_key
