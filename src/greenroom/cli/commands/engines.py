@@ -29,7 +29,6 @@ TITLES: Final = ("engine", "installed", "version", "models", "where")
 # Models named in one line; --json has them all.
 NAMED_MAX: Final = 5
 
-OURS: Final = ("llamacpp", "transformers", "diffusers", "vllm", "sglang", "comfyui", "whisper", "command", "remote")
 SERVERS: Final = ("vllm", "sglang")
 
 Row = dict[str, Any]
@@ -87,7 +86,8 @@ def looked_at(config: Config, *, with_unused: bool = True) -> list[Row]:
     look["remote"] = _remote
     look |= {name: functools.partial(_in_python, name) for name in HOSTED}
     look |= {name: functools.partial(_server, name) for name in SERVERS}
-    look |= {name: functools.partial(_of_package, name) for name in ENGINES if name not in OURS}
+    others = [name for name in ENGINES if name not in look]
+    look |= {name: functools.partial(_of_package, name) for name in others}
     places: dict[str, dict[tuple[str | None, ...], list[str]]] = {name: {} for name in ENGINES}
     for name, model in config.models.items():
         engine = model.engine or ""
@@ -97,7 +97,7 @@ def looked_at(config: Config, *, with_unused: bool = True) -> list[Row]:
         for engine, found in places.items()
         for place, models in (found or (_usual(engine) if with_unused else {})).items()
     ]
-    return [_asked(row, config) if row["engine"] not in OURS else row for row in rows]
+    return [_asked(row, config) if row["engine"] in others else row for row in rows]
 
 
 def _asked(row: Row, config: Config) -> Row:

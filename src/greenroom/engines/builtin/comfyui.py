@@ -30,8 +30,7 @@ from greenroom.engines.base import (
 )
 from greenroom.engines.estimates.estimate import FILE_SIZE, Estimate, EstimatePart, file_bytes, part
 from greenroom.engines.estimates.hf_folder import CONTEXT_MIB
-from greenroom.engines.identity import file_identity, program_identity
-from greenroom.engines.installed import packages_missing
+from greenroom.engines.identity import file_identity, packages_missing, program_identity
 from greenroom.errors import LoadFailed, UnusableModel
 from greenroom.process.spawn import Command
 

@@ -25,8 +25,7 @@ from greenroom.engines.estimates.hosted import (
     pipeline_files,
     spread_mib,
 )
-from greenroom.engines.identity import FILES_MAX, file_identity, packages_identity
-from greenroom.engines.installed import packages_missing
+from greenroom.engines.identity import FILES_MAX, file_identity, packages_identity, packages_missing
 
 # Without one of these no pipeline can be loaded.
 PACKAGES: Final = ("torch", "transformers", "diffusers", "pillow", "h11")

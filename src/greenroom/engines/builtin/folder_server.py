@@ -34,8 +34,7 @@ from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.estimates.gguf_header import BadModelFile
 from greenroom.engines.estimates.hf_folder import FolderOptions, folder_config, folder_fault, weight_files
 from greenroom.engines.estimates.paged import attention_heads, estimate_paged, estimate_paged_asleep
-from greenroom.engines.identity import file_identity, packages_identity, program_identity
-from greenroom.engines.installed import packages_missing
+from greenroom.engines.identity import file_identity, packages_identity, packages_missing, program_identity
 from greenroom.engines.usage import Usage
 from greenroom.errors import LoadFailed, UnusableModel
 

@@ -30,8 +30,7 @@ from greenroom.engines.estimates.hosted import (
     estimate_asleep,
     estimate_ready,
 )
-from greenroom.engines.identity import FILES_MAX, file_identity, packages_identity
-from greenroom.engines.installed import packages_missing
+from greenroom.engines.identity import FILES_MAX, file_identity, packages_identity, packages_missing
 from greenroom.errors import LoadFailed, UnusableModel
 from greenroom.process.spawn import Command
 

@@ -31,8 +31,7 @@ from greenroom.engines.base import (
     environment,
 )
 from greenroom.engines.estimates.estimate import FILE_SIZE, Estimate, EstimatePart, known, mib
-from greenroom.engines.identity import FILES_MAX, file_identity, packages_identity
-from greenroom.engines.installed import packages_missing
+from greenroom.engines.identity import FILES_MAX, file_identity, packages_identity, packages_missing
 from greenroom.engines.usage import Usage
 from greenroom.errors import LoadFailed, UnusableModel
 from greenroom.process.spawn import Command
