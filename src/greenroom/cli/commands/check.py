@@ -219,17 +219,15 @@ def _unusable_stores(config: Config) -> list[str]:
     if importlib.util.find_spec("redis") is None:
         install = f"{sys.executable} -m pip install 'greenroom[redis]'"
         return [f"{key}: the Python client of Redis is not installed here; type: {install}" for key in named]
-    return [why for key, store in named.items() if (why := _wrong_option(key, store))]
-
-
-def _wrong_option(key: str, store: str) -> str | None:
     from greenroom.base.redis_link import connected
 
-    try:
-        connected(store, f"{key}:")
-    except ConfigError as error:
-        return f"{error}; `greenroom serve` does not start"
-    return None
+    found = []
+    for key, store in named.items():
+        try:
+            connected(store, f"{key}:")
+        except ConfigError as error:
+            found.append(f"{error}; `greenroom serve` does not start")
+    return found
 
 
 def _short_waits(config: Config) -> list[str]:

@@ -295,36 +295,30 @@ class RequiredPackage:
         return f"{self.name}>={self.at_least}"
 
 
+_H11: Final = RequiredPackage("h11", "0.16", "reads HTTP requests")
+_TORCH: Final = RequiredPackage("torch", "2.11", "computes, on GPUs and on the CPU")
 # The same as the extra of that name in pyproject.toml; a test compares them.
-TRANSFORMERS: Final = (
-    RequiredPackage("torch", "2.11", "computes, on GPUs and on the CPU"),
-    RequiredPackage("transformers", "5.17", "knows the models' shapes and their tokenizers"),
-    RequiredPackage("h11", "0.16", "reads HTTP requests"),
-    RequiredPackage("jinja2", "3.1.6", "renders chat templates"),
-    RequiredPackage("llguidance", "1.0", "keeps answers to a JSON schema", optional=True),
-)
-WHISPER: Final = (
-    RequiredPackage("faster-whisper", "1.2", "transcribes, with CTranslate2"),
-    RequiredPackage("h11", "0.16", "reads HTTP requests"),
-)
-DIFFUSERS: Final = (
-    RequiredPackage("torch", "2.11", "computes, on GPUs and on the CPU"),
-    RequiredPackage("transformers", "5.17", "knows text encoders and their tokenizers"),
-    RequiredPackage("diffusers", "0.42", "knows the pipelines"),
-    RequiredPackage("pillow", "11.0", "reads and writes pictures"),
-    RequiredPackage("h11", "0.16", "reads HTTP requests"),
-)
-COMFYUI: Final = (RequiredPackage("h11", "0.16", "reads and writes HTTP"),)
-LLAMACPP: Final = (RequiredPackage("xllamacpp", "2026.10", "llama.cpp's own server as a package"),)
+PACKAGES_OF: Final[Mapping[str, Sequence[RequiredPackage]]] = {
+    "transformers": (
+        _TORCH,
+        RequiredPackage("transformers", "5.17", "knows the models' shapes and their tokenizers"),
+        _H11,
+        RequiredPackage("jinja2", "3.1.6", "renders chat templates"),
+        RequiredPackage("llguidance", "1.0", "keeps answers to a JSON schema", optional=True),
+    ),
+    "diffusers": (
+        _TORCH,
+        RequiredPackage("transformers", "5.17", "knows text encoders and their tokenizers"),
+        RequiredPackage("diffusers", "0.42", "knows the pipelines"),
+        RequiredPackage("pillow", "11.0", "reads and writes pictures"),
+        _H11,
+    ),
+    "whisper": (RequiredPackage("faster-whisper", "1.2", "transcribes, with CTranslate2"), _H11),
+    "llamacpp": (RequiredPackage("xllamacpp", "2026.10", "llama.cpp's own server as a package"),),
+    "comfyui": (RequiredPackage("h11", "0.16", "reads and writes HTTP"),),
+}
 # Engines whose programs are ours and run under a Python of the model's.
 HOSTED: Final = ("transformers", "diffusers", "whisper")
-PACKAGES_OF: Final[Mapping[str, Sequence[RequiredPackage]]] = {
-    "transformers": TRANSFORMERS,
-    "diffusers": DIFFUSERS,
-    "whisper": WHISPER,
-    "llamacpp": LLAMACPP,
-    "comfyui": COMFYUI,
-}
 
 
 @dataclass(frozen=True, slots=True)
