@@ -28,7 +28,7 @@ from greenroom.engines.base import (
     asked,
     environment,
 )
-from greenroom.engines.estimates.estimate import FILE_SIZE, Estimate, EstimatePart, file_bytes, part
+from greenroom.engines.estimates.estimate import FILE_SIZE, Estimate, EstimatePart, file_bytes, placed
 from greenroom.engines.estimates.hf_folder import CONTEXT_MIB
 from greenroom.engines.identity import file_identity, packages_missing, program_identity
 from greenroom.errors import LoadFailed, UnusableModel
@@ -71,10 +71,9 @@ class ComfyUiEngine(ProcessEngine):
         weights = sum(map(file_bytes, self._checkpoints(model)))
         if not weights:
             return None
-        on_gpu = part("weights", weights) if gpus else part("weights", 0, weights)
         beside = EstimatePart("context", CONTEXT_MIB if gpus else 0, PROGRAM_MIB)
         work = EstimatePart("compute buffers", WORK_MIB if gpus else 0, 0 if gpus else WORK_MIB)
-        return Estimate((on_gpu, work, beside), FILE_SIZE)
+        return Estimate((placed("weights", weights, gpus > 0), work, beside), FILE_SIZE)
 
     def estimate_asleep(self, model: Model, gpus: int) -> Estimate:
         return Estimate((EstimatePart("context", CONTEXT_MIB, PROGRAM_MIB),), FILE_SIZE)

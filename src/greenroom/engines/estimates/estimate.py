@@ -71,6 +71,11 @@ def part(what: str, gpu_bytes: float = 0, host_bytes: float = 0) -> EstimatePart
     return EstimatePart(what, mib(gpu_bytes), mib(host_bytes))
 
 
+def placed(what: str, size_bytes: float, on_gpu: bool) -> EstimatePart:
+    """All of it on the GPU or all of it on the host."""
+    return part(what, size_bytes) if on_gpu else part(what, 0, size_bytes)
+
+
 def known(parts: Iterable[EstimatePart]) -> tuple[EstimatePart, ...]:
     """The parts that need any memory."""
     return tuple(one for one in parts if one.gpu_mib or one.host_mib)

@@ -28,6 +28,7 @@ from greenroom.engines.estimates.estimate import (
     file_bytes,
     known,
     part,
+    placed,
 )
 from greenroom.engines.estimates.gguf_header import BadModelFile
 from greenroom.engines.estimates.gguf_tensors import LAYERS_MAX
@@ -214,9 +215,9 @@ def _parts(weights: SafetensorsHeader, facts: Facts, options: FolderOptions, gpu
     layers = folder_cache(facts)
     cache_bytes = sum(_layer_bytes(layer, context, options.sequences) for layer in layers) * max(number_bytes, 1)
     parts = [
-        _placed("weights", in_memory, gpus),
-        _placed("KV cache", cache_bytes, gpus),
-        _placed("compute buffers", _activation_bytes(facts, layers, context, max(number_bytes, 2)), gpus),
+        placed("weights", in_memory, gpus > 0),
+        placed("KV cache", cache_bytes, gpus > 0),
+        placed("compute buffers", _activation_bytes(facts, layers, context, max(number_bytes, 2)), gpus > 0),
     ]
     if not gpus:
         return [*parts, EstimatePart("process", 0, PROCESS_MIB)]
@@ -226,10 +227,6 @@ def _parts(weights: SafetensorsHeader, facts: Facts, options: FolderOptions, gpu
         part("allocator", rounding),
         EstimatePart("context", (CONTEXT_MIB + WORKSPACE_MIB) * gpus, PROCESS_MIB),
     ]
-
-
-def _placed(what: str, size: float, gpus: int) -> EstimatePart:
-    return part(what, size if gpus else 0, 0 if gpus else size)
 
 
 def weight_bytes(weights: SafetensorsHeader, dtype: str | None) -> float:
