@@ -164,17 +164,13 @@ WATCH_EVERY_S: Final = 1.0
 class Frame:
     """What is shown of some figures: a table without titles is left out; the summary is for terminals."""
 
-    figures: Mapping[str, Any]
     titles: Row
     rows: Sequence[Row]
     notes: Sequence[str]
     summary: Sequence[str]
 
 
-def show(frame: Frame, *, as_json: bool) -> None:
-    if as_json:
-        say_json(frame.figures)
-        return
+def show(frame: Frame) -> None:
     if frame.titles:
         say_table(frame.titles, frame.rows)
     for line in frame.notes:
@@ -183,9 +179,9 @@ def show(frame: Frame, *, as_json: bool) -> None:
         hint(line)
 
 
-def watch(frames: Iterator[Frame], *, as_json: bool) -> NoReturn:
+def watch(frames: Iterator[Frame]) -> NoReturn:
     """Show one after the other until interrupted."""
-    if sys.stdout.isatty() and not as_json:
+    if sys.stdout.isatty():
         from rich.live import Live
 
         with Live(_drawn(next(frames)), auto_refresh=False) as live:
@@ -194,12 +190,19 @@ def watch(frames: Iterator[Frame], *, as_json: bool) -> NoReturn:
                 live.update(_drawn(next(frames)), refresh=True)
     while True:
         frame = next(frames)
-        if as_json:
-            say_json(frame.figures, on_one_line=True)
-        else:
-            say(plain_table(frame.titles, frame.rows) + "\n")
-            for line in frame.notes:
-                note(line)
+        say(plain_table(frame.titles, frame.rows) + "\n")
+        for line in frame.notes:
+            note(line)
+        time.sleep(WATCH_EVERY_S)
+
+
+def show_json(figures: Iterator[Any], *, again: bool) -> None:
+    """The first as JSON, whatever is in it; with `again` each on a line, until interrupted."""
+    if not again:
+        say_json(next(figures))
+        return
+    for one in figures:
+        say_json(one, on_one_line=True)
         time.sleep(WATCH_EVERY_S)
 
 

@@ -23,10 +23,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    frames = map(_frame, _local(args.config) if args.local else _remote(args))
-    if args.watch:
-        screen.watch(frames, as_json=args.json)
-    screen.show(next(frames), as_json=args.json)
+    looks = _local(args.config) if args.local else _remote(args)
+    if args.json:
+        screen.show_json(looks, again=args.watch)
+    elif args.watch:
+        screen.watch(map(_frame, looks))
+    else:
+        screen.show(_frame(next(looks)))
 
 
 COMMAND = Subcommand(
@@ -38,7 +41,7 @@ COMMAND = Subcommand(
 
 
 def _frame(seen: Seen) -> screen.Frame:
-    return screen.Frame(seen, TITLES if seen["gpus"] else (), rows(seen), trouble(seen), summary(seen))
+    return screen.Frame(TITLES if seen["gpus"] else (), rows(seen), trouble(seen), summary(seen))
 
 
 # --- where figures come from ----------------------------------------------------------------------------------------

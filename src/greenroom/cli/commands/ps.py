@@ -41,15 +41,18 @@ def run(args: argparse.Namespace) -> None:
     from greenroom.cli.client import Client
 
     client = Client(address.address_of(args))
-    if args.watch:
-        screen.watch((_frame(client.get(STATUS), ()) for _ in itertools.count()), as_json=args.json)
-    status = client.get(STATUS)
-    problems = [f"warning: {problem}" for problem in status.get("key_problems", ())]
-    screen.show(_frame(status, problems), as_json=args.json)
+    looks = (client.get(STATUS) for _ in itertools.count())
+    if args.json:
+        screen.show_json(looks, again=args.watch)
+    elif args.watch:
+        screen.watch(_frame(status, ()) for status in looks)
+    else:
+        status = next(looks)
+        screen.show(_frame(status, [f"warning: {problem}" for problem in status.get("key_problems", ())]))
 
 
 def _frame(status: Status, notes: Sequence[str]) -> screen.Frame:
-    return screen.Frame(status, TITLES, rows(status), notes, summary(status))
+    return screen.Frame(TITLES, rows(status), notes, summary(status))
 
 
 COMMAND = Subcommand(
