@@ -33,8 +33,7 @@ from greenroom.base.detached import run_detached
 from greenroom.config import limits, loader
 from greenroom.config.diff import Changes, diff, refuse_restart
 from greenroom.config.limits import is_named, limits_of
-from greenroom.config.live import GatewayState
-from greenroom.config.part import Part
+from greenroom.config.part import GatewayState, Part
 from greenroom.config.problems import open_door
 from greenroom.config.schema import Config
 from greenroom.core.events import ShutdownAsked

@@ -25,7 +25,7 @@ from greenroom.api.reports.streams import Streams
 from greenroom.app import make_management
 from greenroom.config import loader
 from greenroom.config.diff import Changes
-from greenroom.config.live import GatewayState
+from greenroom.config.part import GatewayState
 from greenroom.config.schema import Config, Model, Server
 from greenroom.core.effects import Effects
 from greenroom.core.events import ConfigChanged, LeaseAsked

@@ -11,7 +11,8 @@ from tests.cli.command import Cli
 from tests.cli.fake_gateway import Answer, FakeGateway, answer, error
 
 MODEL = "/api/v1/models/m"
-GPUS = {"probe": {"kind": "nvml", "looked_s_ago": 0.2, "failure": None, "pids_visible": True}, "host": {}, "gpus": []}
+HOST = {"available_mib": 1, "total_mib": 2}
+GPUS = {"probe": {"kind": "nvml", "looked_s_ago": 0.2, "failure": None, "pids_visible": True}, "host": HOST, "gpus": []}
 STATUS = {"uptime_s": 1.0, "queue": {"depth": 2}, "devices": [], "models": []}
 
 

@@ -155,7 +155,7 @@ def test_shown_says_where_each_value_is_from(tmp_path: Path) -> None:
     file.write_text(FILE)
     environ = {"QUEUE_TIMEOUT_MS": "5000", "MODEL_BASE_PATH": str(tmp_path)}
     loaded = load(file, environ)
-    rows = {row.name: row for row in environment.shown(loaded.config, environ, loaded.places.__contains__)}
+    rows = {row.name: row for row in environment.shown(loaded.config, environ, loaded.places)}
     assert (rows["PORT"].value, rows["PORT"].origin) == (1, "file")
     assert (rows["HOST"].value, rows["HOST"].origin) == ("127.0.0.1", "default")
     assert (rows["QUEUE_TIMEOUT_MS"].value, rows["QUEUE_TIMEOUT_MS"].origin) == (5.0, "environment")
@@ -165,5 +165,5 @@ def test_shown_says_where_each_value_is_from(tmp_path: Path) -> None:
 
 def test_secret_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "TABLE", (Variable("HOST", "…", key="server.host", is_secret=True),))
-    (row,) = environment.shown(Config(), {"HOST": "hush"}, lambda _: False)
+    (row,) = environment.shown(Config(), {"HOST": "hush"}, ())
     assert row.value == HIDDEN

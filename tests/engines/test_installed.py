@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.config.schema import Model
-from greenroom.engines.installed import packages_missing
+from greenroom.engines.identity import packages_missing
 from greenroom.engines.registry import engine_for
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from greenroom.config.live import GatewayState
+from greenroom.config.part import GatewayState
 from greenroom.config.schema import Config
 from greenroom.core.contract import Scheduler
 from greenroom.core.effects import RejectCode, Rejection, because

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from greenroom.cli import failures
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from greenroom.cli.commands import Subcommand
 
@@ -33,8 +32,8 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[Subcommand] | Non
         _make_streams_robust()
     try:
         args = parser(COMMANDS if commands is None else commands).parse_args(argv)
-        run: Callable[[argparse.Namespace], int | None] = args.run
-        return run(args) or ExitStatus.OK
+        status: int | None = args.run(args)
+        return status or ExitStatus.OK
     except CommandFailed as error:
         screen.fail(error)
         return error.exit

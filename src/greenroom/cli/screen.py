@@ -15,6 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from greenroom.cli.failures import CommandFailed, OutputLost
@@ -157,42 +158,60 @@ def drawn_table(titles: Row, rows: Sequence[Row]) -> Any:
 
 
 WATCH_EVERY_S: Final = 1.0
-Seen = Mapping[str, Any]
 
 
-def watch(
-    look: Callable[[], Seen],
-    titles: Row,
-    rows: Callable[[Seen], Sequence[Row]],
-    notes: Callable[[Seen], Sequence[str]],
-    summary: Callable[[Seen], Sequence[str]],
-    *,
-    as_json: bool,
-) -> NoReturn:
-    """Look again and again until interrupted. The summary is shown only where a table is drawn."""
-    if sys.stdout.isatty() and not as_json:
-        from rich.console import Group
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What is shown of some figures: a table without titles is left out; the summary is for terminals."""
+
+    titles: Row
+    rows: Sequence[Row]
+    notes: Sequence[str]
+    summary: Sequence[str]
+
+
+def show(frame: Frame) -> None:
+    if frame.titles:
+        say_table(frame.titles, frame.rows)
+    for line in frame.notes:
+        note(line)
+    for line in frame.summary:
+        hint(line)
+
+
+def watch(frames: Iterator[Frame]) -> NoReturn:
+    """Show one after the other until interrupted."""
+    if sys.stdout.isatty():
         from rich.live import Live
-        from rich.text import Text
 
-        def drawn() -> Group:
-            seen = look()
-            below = "\n".join([*notes(seen), *summary(seen)])
-            return Group(drawn_table(titles, rows(seen)), Text(harmless(below), style="dim"))
-
-        with Live(drawn(), auto_refresh=False) as live:
+        with Live(_drawn(next(frames)), auto_refresh=False) as live:
             while True:
                 time.sleep(WATCH_EVERY_S)
-                live.update(drawn(), refresh=True)
+                live.update(_drawn(next(frames)), refresh=True)
     while True:
-        seen = look()
-        if as_json:
-            say_json(seen, on_one_line=True)
-        else:
-            say(plain_table(titles, rows(seen)) + "\n")
-            for line in notes(seen):
-                note(line)
+        frame = next(frames)
+        say(plain_table(frame.titles, frame.rows) + "\n")
+        for line in frame.notes:
+            note(line)
         time.sleep(WATCH_EVERY_S)
+
+
+def show_json(figures: Iterator[Any], *, again: bool) -> None:
+    """The first as JSON, whatever is in it; with `again` each on a line, until interrupted."""
+    if not again:
+        say_json(next(figures))
+        return
+    for one in figures:
+        say_json(one, on_one_line=True)
+        time.sleep(WATCH_EVERY_S)
+
+
+def _drawn(frame: Frame) -> Any:
+    from rich.console import Group
+    from rich.text import Text
+
+    below = "\n".join([*frame.notes, *frame.summary])
+    return Group(drawn_table(frame.titles, frame.rows), Text(harmless(below), style="dim"))
 
 
 # --- waiting --------------------------------------------------------------------------------------------------------

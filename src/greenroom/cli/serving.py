@@ -38,15 +38,17 @@ SWITCH_INTERVAL_S: Final = 0.001
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """What to serve. `reread` loads the configuration again for a reload, with the command line's overrides applied."""
+    """What to serve, and the greeting once it is. `reread` loads the configuration again for a reload, with the command
+    line's overrides applied."""
 
     config: Config
+    greet: Callable[[App], None]
     path: Path | None = None
     reread: Callable[[], Config] | None = None
     warnings: Sequence[str] = ()
 
 
-def serve(plan: ServePlan, greet: Callable[[App], None]) -> int:
+def serve(plan: ServePlan) -> int:
     """Serve until a signal ends it. Raises CommandFailed or ConfigError if it cannot start."""
     import uvloop
 
@@ -58,25 +60,25 @@ def serve(plan: ServePlan, greet: Callable[[App], None]) -> int:
     _allow_open_files()
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     try:
-        return runner.run(_serve(plan, greet))
+        return runner.run(_serve(plan))
     finally:
         # Everything is closed. To tidy up the loop needs a descriptor, which there may be none for: uvloop raises both.
         with contextlib.suppress(OSError, RuntimeError):
             runner.close()
 
 
-async def _serve(plan: ServePlan, greet: Callable[[App], None]) -> int:
+async def _serve(plan: ServePlan) -> int:
     signals = Signals()
     _collect_orphans()
     await _begin_to_look_up()
     try:
-        return await _serve_until_ended(plan, greet, signals)
+        return await _serve_until_ended(plan, signals)
     finally:
         signals.ignore()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-async def _serve_until_ended(plan: ServePlan, greet: Callable[[App], None], signals: Signals) -> int:
+async def _serve_until_ended(plan: ServePlan, signals: Signals) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # What a start makes stays: there is no garbage to look for.
     gc.disable()
@@ -93,7 +95,7 @@ async def _serve_until_ended(plan: ServePlan, greet: Callable[[App], None], sign
         gc.enable()
     signals.app = app
     try:
-        greet(app)
+        plan.greet(app)
     except (OSError, OutputLost):
         # The greeting cannot be written (`| head`, a full disk): serve all the same.
         screen.hush()

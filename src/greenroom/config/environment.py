@@ -8,7 +8,7 @@ call a gateway are in `cli/address.py`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -68,11 +68,14 @@ class Said:
                 tree = _put(tree, where, value)
         return tree
 
-    def named(self, problem: Problem) -> str | None:
-        """The variable that a problem is about."""
-        steps = range(len(problem.where), 0, -1)
-        found = next((name for size in steps if (name := self.names.get(problem.where[:size]))), None)
-        return found or self.rests.get(problem.where)
+    def blamed(self, problems: Iterable[Problem]) -> Iterator[Problem]:
+        """These problems, each with the variable that it is about."""
+        return (replace(problem, variable=self._name_of(problem.where)) for problem in problems)
+
+    def _name_of(self, where: Where) -> str | None:
+        steps = range(len(where), 0, -1)
+        found = next((name for size in steps if (name := self.names.get(where[:size]))), None)
+        return found or self.rests.get(where)
 
 
 def said(environ: Mapping[str, str], table: tuple[Variable, ...] = TABLE) -> Said:
@@ -177,33 +180,24 @@ class ShownVariable:
     sentence: str
 
 
-def shown(config: Config, environ: Mapping[str, str], in_file: Callable[[Where], bool]) -> Iterator[ShownVariable]:
-    """Every row of the table; for a row of many names, each name that is set, or the row itself."""
+def shown(config: Config, environ: Mapping[str, str], places: Container[Where]) -> Iterator[ShownVariable]:
+    """Every row of the table; for a row of many names, each name that is set, or the row itself. `places` are those of
+    the file that have a value."""
     winners = said(environ).names
     for row in TABLE:
         for name in row.names_in(environ) or [row.name]:
             where = row.where(name) if row.key else ()
-            is_set = bool(environ.get(name))
-            origin = _origin(row, name, is_set, winners.get(where), where, in_file)
+            winner = winners.get(where)
+            origin = "unset" if not row.key else "file" if where in places else "default"
+            if row.adds:
+                origin = "added" if environ.get(name) else origin
+            elif winner is not None and winner != name:
+                origin = winner
+            elif environ.get(name):
+                origin = "environment"
             value = _value(config, where) if row.key else environ.get(name)
             is_hidden = row.is_secret and value is not None
             yield ShownVariable(name, ".".join(map(str, where)), HIDDEN if is_hidden else value, origin, row.sentence)
-
-
-def _origin(
-    row: Variable, name: str, is_set: bool, winner: str | None, where: Where, in_file: Callable[[Where], bool]
-) -> str:
-    if row.adds:
-        return "added" if is_set else _beside(where, in_file)
-    if winner is not None and winner != name:
-        return winner
-    if is_set:
-        return "environment"
-    return _beside(where, in_file) if row.key else "unset"
-
-
-def _beside(where: Where, in_file: Callable[[Where], bool]) -> str:
-    return "file" if in_file(where) else "default"
 
 
 def _value(config: Config, where: Where) -> Any:

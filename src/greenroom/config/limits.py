@@ -10,8 +10,8 @@ from typing import Any, Final
 from greenroom.config.plugins import POLICY_GROUP, SCHEDULER_GROUP, SWAPPER_GROUP, Named
 from greenroom.config.reader import Problem, dotted
 from greenroom.config.schema import Config, Model, SchedulerSection, StayWarm, TenantLimits
-from greenroom.config.sections.coresidency import rules_of
 from greenroom.config.sections.keys import DEFAULT_TENANT
+from greenroom.config.sections.scheduler import rules_of
 from greenroom.core.contract import Scheduler, SchedulerFactory
 from greenroom.core.effects import Effects
 from greenroom.core.events import Limits

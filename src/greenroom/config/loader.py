@@ -7,9 +7,9 @@ reload loads again and compares (`diff.py`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,69 +48,58 @@ def load(path: str | Path | None, environ: Mapping[str, str] = os.environ, *, to
     """Load a file, and apply what the environment says. Raises ConfigError with one line for each problem. No path: the
     environment alone. `to_serve`: the named policy and swapper must exist as well. They may be code of other packages,
     which is imported."""
-    if path is None:
-        return _of_environment(environ)
     # Messages show the path as typed; the working directory may change later, so the result has the absolute path.
-    file = Path(os.path.expanduser(path))
+    file = Path("environment" if path is None else os.path.expanduser(path))
     absolute, said = Path(os.path.abspath(file)), environment.said(environ)
-    source, refused = _with_tasks(read(file), str(file))
+    tasks = None if path is None or not (beside := file.parent / TASKS_NAME).exists() else beside
+    source = _NO_FILE if path is None else _with_tasks(read(file), file, tasks)
     tree, not_expanded = macros.expand(source.tree, environ)
     tree = said.over(_with_engines_of_folders(tree, absolute.parent))
     wrong = [*source.problems, *not_expanded, *said.problems]
     checked = _validated(tree, _with_variables(source.lines, said), [*not_expanded, *said.problems])
-    if not isinstance(checked, Config):
-        raise refused([*wrong, *checked], source.lines, said.named)
-    if wrong:
-        raise refused(wrong, source.lines, said.named)
-    config = environment.with_folders(resolved(_with_defaults(checked), absolute.parent), environ)
+    if not isinstance(checked, Config) or wrong:
+        found = [] if isinstance(checked, Config) else checked
+        raise _refusal(file, tasks, said.blamed([*wrong, *found]), source.lines)
+    config = resolved(_with_defaults(checked), absolute.parent)
+    config = environment.with_folders(config, environ, is_file=path is not None)
     plugins = _plugin_problems(config) if to_serve else ()
     if wrong := [*clashing_recordings(config.server, absolute), *roots_that_are_files(config), *plugins]:
-        raise refused(wrong, source.lines)
-    return LoadedConfig(config, absolute, tuple(problems_of_config(config)), frozenset(source.lines))
+        raise _refusal(file, tasks, wrong, source.lines)
+    warnings = tuple(problems_of_config(config))
+    return LoadedConfig(config, None if path is None else absolute, warnings, frozenset(source.lines))
 
 
 def _plugin_problems(config: Config) -> list[Problem]:
     return [*scheduler_problems(config.scheduler.implementation), *plugin_problems(limits_of(config))]
 
 
-_Refusal = Callable[..., ConfigError]
+_NO_FILE = SourceFile({}, {}, ())
 AnySection = TypeVar("AnySection", bound=Section)
 
 
-def _with_tasks(source: SourceFile, file: str) -> tuple[SourceFile, _Refusal]:
-    """The same with the tasks of a tasks.yaml beside it; and the error for its problems, each in its own file."""
-    beside = Path(file).parent / TASKS_NAME
-    if not beside.exists():
-        return source, partial(refusal, file)
-    other = read(beside)
+def _with_tasks(source: SourceFile, file: Path, tasks: Path | None) -> SourceFile:
+    """The same with the tasks of a tasks.yaml beside it."""
+    if tasks is None:
+        return source
+    other = read(tasks)
     problems = [*other.problems, *(Problem((key,), _ONLY_TASKS) for key in other.tree if key != "tasks")]
     if "tasks" in source.tree:
         problems.append(Problem(("tasks",), f"are in {file}, too; keep them in one file"))
     if problems:
-        raise refusal(str(beside), problems, other.lines)
+        raise refusal(str(tasks), problems, other.lines)
     lines = {**source.lines, **other.lines, (): source.lines.get((), 1)}
-    joined = replace(source, tree={**source.tree, **other.tree}, lines=lines)
-
-    def refused(found: Iterable[Problem], lines: Lines, *named: Any) -> ConfigError:
-        found = list(found)
-        of_tasks = [problem for problem in found if problem.where[:1] == ("tasks",)]
-        others = [problem for problem in found if problem.where[:1] != ("tasks",)]
-        told = [refusal(name, some, lines, *named) for name, some in ((file, others), (str(beside), of_tasks)) if some]
-        return ConfigError("\n".join(one.message for one in told))
-
-    return joined, refused
+    return replace(source, tree={**source.tree, **other.tree}, lines=lines)
 
 
-def _of_environment(environ: Mapping[str, str]) -> LoadedConfig:
-    said = environment.said(environ)
-    checked = _validated(said.over({}), _with_variables({(): 1}, said), said.problems)
-    if not isinstance(checked, Config) or said.problems:
-        found = [] if isinstance(checked, Config) else checked
-        raise refusal("environment", [*said.problems, *found], {}, said.named)
-    config = resolved(environment.with_folders(checked, environ, is_file=False), Path.cwd())
-    if wrong := list(roots_that_are_files(config)):
-        raise refusal("environment", wrong, {})
-    return LoadedConfig(config, None, tuple(problems_of_config(config)))
+def _refusal(file: Path, tasks: Path | None, problems: Iterable[Problem], lines: Lines) -> ConfigError:
+    """The error for problems of a file and of the tasks.yaml beside it, each in its own file."""
+    found = list(problems)
+    of_tasks = [problem for problem in found if tasks is not None and problem.where[:1] == ("tasks",)]
+    others = [problem for problem in found if problem not in of_tasks]
+    if not of_tasks:
+        return refusal(str(file), others, lines)
+    told = [refusal(str(file), others, lines)] if others else []
+    return ConfigError("\n".join(one.message for one in (*told, refusal(str(tasks), of_tasks, lines))))
 
 
 def _with_variables(lines: Lines, said: environment.Said) -> dict[Where, int]:

@@ -1,15 +1,31 @@
-"""What a gateway is made of: parts that open, begin, take a changed configuration and close, each in its turn.
+"""What a gateway is made of: parts that open, begin, take a changed configuration and close, each in its turn; and the
+configuration of now, which they share.
 
 `app.py` knows parts by this class alone, and runs each step for all of them.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from greenroom.config.diff import Changes
 from greenroom.config.schema import Config
+
+
+@dataclass(slots=True)
+class GatewayState:
+    """Read afresh each time. Only `app.py` sets its fields; `config` is replaced as a whole."""
+
+    config: Config
+    is_starting: bool = True
+    """Until models can be asked for."""
+    is_draining: bool = False
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by what replaces the configuration, and by what needs it to stay as it is."""
+
 
 # Applies a configuration that was checked. Does not wait and does not fail.
 Apply = Callable[[], object]

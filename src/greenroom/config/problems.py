@@ -1,8 +1,8 @@
 """What will not work although the file is valid: missing files, more pinned than fits, an address open to everyone.
 
 Owns the warnings of `greenroom check` and of the start. Reads the file system and nothing else; changes nothing. A
-missing model file must not stop the other models, so these are warnings, with one exception: recordings that would
-overwrite each other or the configuration are refused.
+missing model file must not stop the other models, so these are warnings, but for what a start fails at (`obstacles`).
+Recordings that would overwrite each other or the configuration are refused.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from greenroom.base.plain_file import FileTooLarge, NotPlainFile, read_plain
 from greenroom.config.kinds import can_be_run, words
 from greenroom.config.reader import Problem
 from greenroom.config.schema import Config, Model, Remote, Server
-from greenroom.config.sections.coresidency import rules_of
 from greenroom.config.sections.governance import quorum_warnings
 from greenroom.config.sections.model import TEMPLATE_ENDING
 from greenroom.config.sections.remotes import read_remote_key
+from greenroom.config.sections.scheduler import rules_of
 from greenroom.core.model import ModelId
 from greenroom.core.policy.coresidency import coresidency_under
 
@@ -35,15 +35,20 @@ def problems(config: Config) -> list[str]:
     found += _outside_roots(config)
     found += _too_much_pinned(config)
     found += _kept_out(config)
-    found += _unwritable_recordings(config.server)
-    found += _unusable_state_dir(config.state_dir)
-    found += [text] if (text := open_door(config)) else []
+    found += obstacles(config)
     found += _door_of_tokens(config)
     found += _no_admin(config.server)
-    found += _one_port_twice(config.server)
+    found += _unknown_defaults(config)
     found += quorum_warnings(config.governance)
     found += [text for name, remote in config.remotes.items() for text in _unusable_remote(name, remote)]
     return found
+
+
+def obstacles(config: Config) -> list[str]:
+    """Those of these warnings with which a gateway does not start here."""
+    found = [*_unwritable_recordings(config.server), *_unusable_state_dir(config.state_dir)]
+    found += [text] if (text := open_door(config)) else []
+    return [*found, *_one_port_twice(config.server)]
 
 
 def clashing_recordings(server: Server, file: Path) -> Iterator[Problem]:
@@ -187,6 +192,20 @@ def _one_port_twice(server: Server) -> Iterator[str]:
         yield f"server.metrics_port: {server.port} is server.port too, so the gateway does not start; choose another"
 
 
+def _unknown_defaults(config: Config) -> Iterator[str]:
+    """Default models that name nothing. Where there are folders of models, only a look into them could tell."""
+    said = {"server": config.server.default_model}
+    for name, profile in config.profiles.items():
+        said[f"profiles.{name}"] = profile.default_model
+        said |= {f"profiles.{name}.clients.{one}": part.default_model for one, part in profile.clients.items()}
+    known = {*config.models, *config.tasks, *(alias for model in config.models.values() for alias in model.aliases)}
+    for key, default in said.items():
+        prefix, colon, _ = (default or "").partition(":")
+        is_remote = bool(colon) and prefix in config.remotes
+        if not (default is None or default in known or is_remote or config.roots):
+            yield f"{key}.default_model: there is no model or task {default}; requests that name none are answered 404"
+
+
 def budget_mib(config: Config, model: Model | None = None) -> int | None:
     """Memory for this model, or for all of them together, as far as the file alone tells."""
     if config.gpus and not (model and model.is_host_only):
@@ -196,14 +215,10 @@ def budget_mib(config: Config, model: Model | None = None) -> int | None:
     return None
 
 
+_OF_FOLDERS: Final = ("transformers", "diffusers", "vllm", "sglang", "comfyui", "whisper")
 # What `path` must be. Engines of other packages take what they like.
 _PATHS = {
-    "transformers": (os.path.isdir, "folder"),
-    "diffusers": (os.path.isdir, "folder"),
-    "vllm": (os.path.isdir, "folder"),
-    "sglang": (os.path.isdir, "folder"),
-    "comfyui": (os.path.isdir, "folder"),
-    "whisper": (os.path.isdir, "folder"),
+    **dict.fromkeys(_OF_FOLDERS, (os.path.isdir, "folder")),
     "llamacpp": (lambda path: os.path.isfile(path) or holds_gguf(path), "file"),
 }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +39,8 @@ class Problem:
     message: str
     # Set only if it is not the line of the key itself, as for the second of two equal keys.
     line: int | None = None
+    # The environment variable that it is about, if it is about one.
+    variable: str | None = None
 
 
 class FileRefused(ConfigError):
@@ -53,23 +55,22 @@ class FileRefused(ConfigError):
         self.of_variables = of_variables
 
 
-def refusal(
-    file: str, problems: Iterable[Problem], lines: Lines, variable: Callable[[Problem], str | None] = lambda _: None
-) -> FileRefused:
+def refusal(file: str, problems: Iterable[Problem], lines: Lines) -> FileRefused:
     """One error for all problems of a file, ordered by line; first those of an environment variable, by its name."""
-    named = [(problem, variable(problem)) for problem in problems]
-    numbered = {_told(problem, file, lines, name): None for problem, name in named}
+    found = list(problems)
+    numbered = {_told(problem, file, lines): None for problem in found}
     ordered = sorted(numbered, key=lambda entry: entry[0])
     told = [sentence for _, sentence in ordered[:PROBLEMS_MAX]]
     if len(ordered) > PROBLEMS_MAX:
         told.append(f"{file}: and {len(ordered) - PROBLEMS_MAX} more")
-    of_file = tuple(problem for problem, name in named if name is None)
+    of_file = tuple(problem for problem in found if problem.variable is None)
     return FileRefused("\n".join(told), of_file, tuple(sentence for line, sentence in ordered if line == _NO_LINE))
 
 
-def _told(problem: Problem, file: str, lines: Lines, variable: str | None) -> tuple[int, str]:
-    if variable is not None:
-        return _NO_LINE, f"the environment variable {variable} ({dotted(problem.where)}): {problem.message}"
+def _told(problem: Problem, file: str, lines: Lines) -> tuple[int, str]:
+    if problem.variable is not None:
+        where = dotted(problem.where)
+        return _NO_LINE, f"the environment variable {problem.variable} ({where}): {problem.message}"
     line = problem.line or line_of(problem.where, lines)
     return line, f"{file}:{line}: {_sentence(problem)}"
 

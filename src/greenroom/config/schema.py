@@ -31,7 +31,7 @@ from greenroom.config.kinds import (
 )
 from greenroom.config.marks import FILE, RESTART, Example, Variable, lower
 from greenroom.config.reader import Problem
-from greenroom.config.sections import coresidency, tasks
+from greenroom.config.sections import tasks
 from greenroom.config.sections.governance import Governance, Quorum
 from greenroom.config.sections.keys import (
     ApiKey,
@@ -45,7 +45,13 @@ from greenroom.config.sections.keys import (
 from greenroom.config.sections.model import PRIORITY_NAMES, Ability, CacheType, Model, Vllm
 from greenroom.config.sections.profiles import ClientProfile, Clients, Profile
 from greenroom.config.sections.remotes import Remote, RemoteName
-from greenroom.config.sections.scheduler import Company, GroupSection, MatrixSection, SchedulerSection
+from greenroom.config.sections.scheduler import (
+    Company,
+    GroupSection,
+    MatrixSection,
+    SchedulerSection,
+    problems_of_company,
+)
 from greenroom.config.sections.server import Heartbeat, Server
 from greenroom.config.sections.tasks import Require, Task, Tasks
 from greenroom.config.sections.versions import ModelVersions, Versions
@@ -321,7 +327,7 @@ def _company_problems(config: Config) -> Iterator[Problem]:
     company = config.scheduler.company
     if company is not None:
         aliases_of = {name: model.aliases for name, model in config.models.items()}
-        for problem in coresidency.of_models(company, aliases_of):
+        for problem in problems_of_company(company, aliases_of):
             yield Problem(("scheduler", "company", *problem.where), problem.message)
 
 

@@ -2,7 +2,7 @@
 
 An engine describes; it starts nothing itself. `runtime/` carries its launches out through `process/`. Most have a
 process for each slot (`ProcessEngine`); some have workers that host many slots (`HostedEngine`, docs/adr/0009); one has
-no process at all (`ConnectedEngine`). An engine of another package is a class that extends one of the first two:
+no process at all (`RemoteEngine`). An engine of another package is a class that extends one of the first two:
 docs/design/writing-an-engine.md.
 """
 
@@ -28,6 +28,8 @@ from greenroom.process.spawn import Command
 LAUNCH: Final = str(Path(__file__).parent.parent / "workers" / "launch.py")
 # Requests at once for a program of which nothing is known.
 CONCURRENCY = 8
+# The same for a provider, which serves more than an engine of this machine does.
+REMOTE_CONCURRENCY: Final = 16
 
 # What an engine inherits of the gateway's environment. Keys, tokens and unknown variables are not passed on.
 INHERITED = frozenset(
@@ -260,6 +262,15 @@ class CallEngine(Protocol):
     async def __call__(self, method: str, target: str, body: bytes = b"") -> tuple[int, bytes]: ...
 
 
+async def asked(call: CallEngine, method: str, target: str, body: bytes = b"") -> bytes:
+    """The body of an answer with status 200. Raises LoadFailed for any other, OSError or ValueError."""
+    status, answer = await call(method, target, body)
+    if status != 200:
+        said = answer[:200].decode("utf-8", "replace")
+        raise LoadFailed(f"it answered {status} to {target.partition('?')[0]}" + (f": {said}" if said else ""))
+    return answer
+
+
 class ProcessEngine(Describing):
     """A process for each slot. One that can sleep carries `sleep` and `wake` out itself, by calls to its engine."""
 
@@ -297,13 +308,26 @@ class HostedEngine(Describing):
         """Options that the worker runs this model with. `claim` has its MiB on each of its GPUs, as planned."""
 
 
-class ConnectedEngine(Describing):
-    """No process of ours: its models run elsewhere and are reached over the network."""
+class RemoteEngine(Describing):
+    """No process of ours: a provider's API over TLS, which answers as OpenAI's does. Its models take no memory here,
+    have no files and are ready at once; `runtime/moves/mover.py` makes the connections."""
 
+    name = "remote"
     hosted: Literal[False] = False
+    # A provider's own paths are not passed through: they would be called with the gateway's key.
+    upstream_paths = ()
+
+    def facts(self, model: Model) -> EngineFacts:
+        return EngineFacts(is_remote=True)
+
+    def estimate(self, model: Model, gpus: int) -> Estimate | None:
+        return Estimate((), "remote")
+
+    def concurrency(self, model: Model) -> int:
+        return model.concurrency or REMOTE_CONCURRENCY
 
 
-Engine = ProcessEngine | HostedEngine | ConnectedEngine
+Engine = ProcessEngine | HostedEngine | RemoteEngine
 
 
 def equal_counts(facts: EngineFacts) -> tuple[int, ...]:

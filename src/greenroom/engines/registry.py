@@ -12,11 +12,11 @@ from typing import Final, TypedDict
 from greenroom.config.plugins import ENGINE_GROUP, Named
 from greenroom.config.schema import Ability, Model
 from greenroom.engines.base import (
-    ConnectedEngine,
     Engine,
     EngineFacts,
     HostedEngine,
     ProcessEngine,
+    RemoteEngine,
     Split,
     equal_counts,
 )
@@ -24,7 +24,6 @@ from greenroom.engines.builtin.comfyui import ComfyUiEngine
 from greenroom.engines.builtin.command import CommandEngine
 from greenroom.engines.builtin.diffusers import DiffusersEngine
 from greenroom.engines.builtin.llamacpp import LlamaCppEngine
-from greenroom.engines.builtin.remote import RemoteEngine
 from greenroom.engines.builtin.sglang import SglangEngine
 from greenroom.engines.builtin.transformers import TransformersEngine
 from greenroom.engines.builtin.vllm import VllmEngine
@@ -61,7 +60,7 @@ def engine_named(name: str) -> Engine:
         engine = make()
     except Exception as error:
         raise ConfigError(f"engine {name!r} cannot be made: {error}") from error
-    if not isinstance(engine, ProcessEngine | HostedEngine | ConnectedEngine):
+    if not isinstance(engine, ProcessEngine | HostedEngine | RemoteEngine):
         raise ConfigError(f"engine {name!r} extends neither ProcessEngine nor HostedEngine of greenroom.engines.base")
     if engine.name != name:
         raise ConfigError(f"engine {name!r} calls itself {engine.name!r}; its entry point must have the same name")

@@ -24,10 +24,9 @@ import msgspec
 from greenroom.base.plain_file import read_plain
 from greenroom.config.hub import repository_of
 from greenroom.engines.builtin.llamacpp import PROJECTOR
-from greenroom.engines.estimates.gguf import split_names
-from greenroom.engines.estimates.gguf_header import BadModelFile
+from greenroom.engines.estimates.gguf_header import BadModelFile, split_names
 from greenroom.engines.estimates.hf_folder import CONFIG_MAX_BYTES
-from greenroom.engines.estimates.pipeline import INDEX, pipeline_files
+from greenroom.engines.estimates.hosted import INDEX, pipeline_files
 from greenroom.library.facts import NOTHING, FileFacts, NoModel, read_facts
 from greenroom.library.folders import SeenFile, SeenFolder, may_pass
 from greenroom.library.records import BrokenModel, ModelKind, projector_of

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from greenroom.config.kinds import id_problem
-from greenroom.engines.estimates.gguf import split_stem
+from greenroom.engines.estimates.gguf_header import split_stem
 from greenroom.errors import BadRequest, shown
 from greenroom.library.folders import SeenFile
 from greenroom.library.models import MAIN, FoundModel, HubSnapshot

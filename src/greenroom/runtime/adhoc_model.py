@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from greenroom.base.names import inner_id, public_name
 from greenroom.config.kinds import id_problem
 from greenroom.config.limits import ttl_s_of
-from greenroom.config.live import GatewayState
+from greenroom.config.part import GatewayState
 from greenroom.config.schema import Model, Vllm
 from greenroom.config.sections.engine_keys import WITH_PATH
 from greenroom.core.model import DeviceId, ModelId

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from greenroom.base.detached import run_detached
 from greenroom.base.names import public_name
-from greenroom.config.live import GatewayState
+from greenroom.config.part import GatewayState
 from greenroom.config.schema import Model
 from greenroom.core.model import ModelId
 from greenroom.errors import BadRequest, ModelNotFound, NoVersion, PathNotFound, TooManyModels, shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from greenroom.config.live import GatewayState
+from greenroom.config.part import GatewayState
 from greenroom.config.schema import Config
 from greenroom.process.state_dir import StateDir
 from greenroom.runtime.catalogue import Catalog

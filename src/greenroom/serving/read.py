@@ -16,7 +16,7 @@ from greenroom.access.keys import OTHER, Caller, Tenants, cap
 from greenroom.access.limits import Limiter, Quota, QuotaHold
 from greenroom.access.profiles import Profiles, RequestProfile
 from greenroom.base.names import public_name
-from greenroom.config.live import GatewayState
+from greenroom.config.part import GatewayState
 from greenroom.config.schema import Ability, Config, Heartbeat
 from greenroom.core.events import Choice
 from greenroom.core.model import NO_TENANT, ModelId, RequestId

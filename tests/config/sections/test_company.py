@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from greenroom.config.problems import problems
-from greenroom.config.sections.coresidency import rules_of
+from greenroom.config.sections.scheduler import rules_of
 from greenroom.core.model import ModelId
 from greenroom.core.policy import matrix
 from greenroom.core.policy.coresidency import Group

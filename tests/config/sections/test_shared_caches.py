@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from greenroom.config.schema import Model
-from greenroom.config.sections.shared_caches import ARGUMENTS
+from greenroom.config.sections.engine_keys import ARGUMENTS
 
 SHARING: list[tuple[str, list[str]]] = [
     ("llamacpp", ["--cache-ram", "1024"]),

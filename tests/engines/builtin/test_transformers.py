@@ -12,8 +12,7 @@ import pytest
 from greenroom.config.schema import Ability, Model
 from greenroom.core.model import DeviceId
 from greenroom.engines.base import LAUNCH, EngineFacts, HostKey
-from greenroom.engines.builtin.torch_engine import PROGRAM
-from greenroom.engines.builtin.transformers import TransformersEngine
+from greenroom.engines.builtin.transformers import PROGRAM, TransformersEngine
 from greenroom.engines.registry import engine_for
 from greenroom.errors import LoadFailed
 

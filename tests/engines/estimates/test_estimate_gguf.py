@@ -175,12 +175,14 @@ def test_a_context_is_taken_on_each_gpu_it_is_split_over() -> None:
 
 def test_experts_that_stay_on_the_host_are_counted_there(monkeypatch: pytest.MonkeyPatch) -> None:
     header = read_header(big())
-    layers = tuple((dense // 2, dense - dense // 2) for dense, _ in header.weights.layers)
-    split = replace(header, weights=replace(header.weights, layers=layers))
+    whole = header.weights.dense
+    halves = {layer: size // 2 for layer, size in whole.items()}
+    experts = {layer: size - halves[layer] for layer, size in whole.items()}
+    split = replace(header, weights=replace(header.weights, dense=halves, experts=experts))
     monkeypatch.setattr(module, "_header", lambda *stamp: split)
     all_on_gpu = parts(estimated(big(), 1))["weights"]
     some = parts(estimated(big(), 1, "--n-cpu-moe", "4"))["weights"]
-    moved = sum(experts for _, experts in layers[:4]) / MIB
+    moved = sum(experts[layer] for layer in range(4)) / MIB
     assert all_on_gpu.gpu_mib - some.gpu_mib == pytest.approx(moved, abs=1)
     assert some.host_mib - all_on_gpu.host_mib == pytest.approx(moved, abs=1)
     assert parts(estimated(big(), 1, "-cmoe"))["weights"].gpu_mib < some.gpu_mib

@@ -11,7 +11,8 @@ import pytest
 from greenroom.core.model import Need
 from greenroom.engines.estimates import hosted as module
 from greenroom.engines.estimates.estimate import Estimate
-from greenroom.engines.estimates.hosted import HostedOptions, estimate_asleep, estimate_ready
+from greenroom.engines.estimates.hf_folder import FolderOptions
+from greenroom.engines.estimates.hosted import estimate_asleep, estimate_ready
 from greenroom.workers.torch_host.engine.model_shape import kv_bytes
 from tests.engines.estimates.test_estimate_hf import LLAMA, MIB, folder
 
@@ -20,7 +21,7 @@ LATENT = {**LLAMA, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_d
 
 
 def ready(path: Path, gpus: int = 1, **options: Any) -> Estimate:
-    found = estimate_ready(path, HostedOptions(**options), gpus)
+    found = estimate_ready(path, FolderOptions(**options), gpus)
     assert found is not None
     return found
 
@@ -39,7 +40,7 @@ def test_on_a_gpu_the_weights_lie_there_and_once_more_in_the_green_room(tmp_path
 
 
 def test_asleep_it_holds_its_arena_and_no_gpu(tmp_path: Path) -> None:
-    found = estimate_asleep(folder(tmp_path / "m"), HostedOptions())
+    found = estimate_asleep(folder(tmp_path / "m"), FolderOptions())
     assert found is not None and found.need == Need(gpu_mib=0, host_mib=ARENA)
 
 
@@ -89,7 +90,7 @@ def test_auto_is_what_the_configuration_says_not_what_the_files_hold(tmp_path: P
 
 def test_a_larger_batch_and_a_longer_cache_need_more_work(tmp_path: Path) -> None:
     path = folder(tmp_path / "m")
-    few, many = (part(ready(path, cache_tokens=4096, batch_max=batch), "work")[0] for batch in (1, 129))
+    few, many = (part(ready(path, cache_tokens=4096, sequences=batch), "work")[0] for batch in (1, 129))
     # Three rows of 32,000 logits of four bytes for each of 128 more.
     assert many - few == pytest.approx(module.LOGITS_COPIES * 128 * 32_000 * 4 / MIB, abs=1)
     assert part(ready(path, cache_tokens=65_536), "work")[0] > part(ready(path, cache_tokens=4096), "work")[0]
@@ -119,5 +120,5 @@ def test_weights_that_are_no_safetensors_count_by_their_size(tmp_path: Path) -> 
 
 def test_an_empty_or_missing_folder_says_nothing(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing", Path("/dev/null"), Path("a\0b")):
-        assert estimate_ready(path, HostedOptions(), 1) is None
-        assert estimate_asleep(path, HostedOptions()) is None
+        assert estimate_ready(path, FolderOptions(), 1) is None
+        assert estimate_asleep(path, FolderOptions()) is None

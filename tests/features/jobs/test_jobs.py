@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, cast
 
 import pytest
 
-from greenroom.config.live import GatewayState
+from greenroom.config.part import GatewayState
 from greenroom.config.schema import Config
 from greenroom.core.scheduler import DefaultScheduler
 from greenroom.features.jobs.jobs import Jobs

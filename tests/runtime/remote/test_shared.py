@@ -12,7 +12,7 @@ import pytest
 from redis import Redis
 
 from greenroom.base.plain_file import replace_file
-from greenroom.config.live import GatewayState
+from greenroom.config.part import GatewayState
 from greenroom.config.schema import Config, Remote
 from greenroom.config.sections.remotes import TokenCost
 from greenroom.errors import ConfigNotKept, RemoteBudgetSpent, RemoteSpendingUnknown

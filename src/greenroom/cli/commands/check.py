@@ -62,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
     if args.env:
         _say_environment(loaded, args.json)
         return ExitStatus.OK
-    _say(summary(loaded), args.json)
-    return ExitStatus.OK
+    result = summary(loaded)
+    _say(result, args.json)
+    return ExitStatus.OK if result["ok"] else ExitStatus.FAILED
 
 
 COMMAND = Subcommand(
@@ -72,7 +73,8 @@ COMMAND = Subcommand(
 
 
 def summary(loaded: LoadedConfig) -> dict[str, Any]:
-    """What the file would serve, and on which devices."""
+    """What the file would serve, on which devices, and what is wrong: `problems` are those that stop the start."""
+    from greenroom.config.problems import obstacles
     from greenroom.core.model import DeviceId, DeviceKind
     from greenroom.features.governance.keyset import report
     from greenroom.runtime.memory.devices import devices
@@ -85,24 +87,28 @@ def summary(loaded: LoadedConfig) -> dict[str, Any]:
     models = [_model(name, model, needs) for name, model in loaded.config.models.items()]
     governance = report(loaded.config.governance)
     keys, wrong_keys = all_keys(loaded.config.server)
-    warnings = [
-        *loaded.warnings,
+    problems = [
+        *(stops := obstacles(loaded.config)),
         *blind,
-        *_unusable_files(loaded),
         *_foreign_recording(loaded.config),
-        *_too_large(loaded.config, there, needs),
         *_unusable_stores(loaded.config),
+        *(f"{why}; `greenroom serve` does not start" for why in (() if governance is None else governance.problems)),
+    ]
+    warnings = [
+        *(text for text in loaded.warnings if text not in stops),
+        *_unusable_files(loaded),
+        *_too_large(loaded.config, there, needs),
         *_no_packages(loaded.config),
         *_no_engine(loaded),
         *_short_waits(loaded.config),
-        *(f"{why}; `greenroom serve` does not start" for why in (() if governance is None else governance.problems)),
         *_shared_prompts(loaded.config, keys),
         *wrong_keys,
     ]
     tasks, wrong_tasks = all_tasks(loaded.config, warnings)
     return {
-        "ok": True,
+        "ok": not problems,
         "file": str(loaded.path),
+        "problems": problems,
         "warnings": [*warnings, *wrong_tasks],
         "models": models,
         "tasks": tasks,
@@ -115,7 +121,7 @@ def summary(loaded: LoadedConfig) -> dict[str, Any]:
 
 
 def _look(config: Config) -> tuple[Reading, list[str]]:
-    """The GPUs, and a warning if they cannot be measured: `serve` would not start then."""
+    """The GPUs, and what to say if they cannot be measured: `serve` would not start then."""
     from greenroom.errors import ProbeFailed
     from greenroom.runtime.memory.probes import open_probe
     from greenroom.runtime.memory.readings import NoProbe
@@ -146,7 +152,7 @@ def _is_told(loaded: LoadedConfig, name: str, *keys: str) -> bool:
 
 
 def _foreign_recording(config: Config) -> list[str]:
-    """A warning if the start would fail at the file of `record_activity`."""
+    """What to say if the start would fail at the file of `record_activity`."""
     from greenroom.runtime.record.recording import ActivityRecorder
 
     path = config.server.record_activity
@@ -203,7 +209,7 @@ def _room(size_mib: int, where: str, *, is_budget: bool) -> str:
 
 
 def _unusable_stores(config: Config) -> list[str]:
-    """Warnings for stores with which `serve` would not start: Redis' client is missing, or an option is not known."""
+    """Stores with which `serve` would not start: Redis' client is missing, or an option is not known."""
     stores = {
         "leases.store": config.leases.store,
         "limits.store": config.limits.store,
@@ -213,17 +219,15 @@ def _unusable_stores(config: Config) -> list[str]:
     if importlib.util.find_spec("redis") is None:
         install = f"{sys.executable} -m pip install 'greenroom[redis]'"
         return [f"{key}: the Python client of Redis is not installed here; type: {install}" for key in named]
-    return [why for key, store in named.items() if (why := _wrong_option(key, store))]
-
-
-def _wrong_option(key: str, store: str) -> str | None:
     from greenroom.base.redis_link import connected
 
-    try:
-        connected(store, f"{key}:")
-    except ConfigError as error:
-        return f"{error}; `greenroom serve` does not start"
-    return None
+    found = []
+    for key, store in named.items():
+        try:
+            connected(store, f"{key}:")
+        except ConfigError as error:
+            found.append(f"{error}; `greenroom serve` does not start")
+    return found
 
 
 def _short_waits(config: Config) -> list[str]:
@@ -323,8 +327,12 @@ def _say(result: Mapping[str, Any], as_json: bool) -> None:
 
         for line in GovernanceReport(**result["governance"]).lines():
             screen.say(line)
-    for warning in result["warnings"]:
-        screen.say(f"warning: {warning}")
+    for kind in ("warning", "problem"):
+        for text in result[f"{kind}s"]:
+            screen.say(f"{kind}: {text}")
+    if not result["ok"]:
+        screen.say(f"with {result['file']} the gateway does not start: see above")
+        return
     screen.say(f"{result['file']} is right" + (", but see above" if result["warnings"] else ""))
     screen.hint(f"serve it: greenroom serve --config {result['file']}")
 
@@ -332,7 +340,7 @@ def _say(result: Mapping[str, Any], as_json: bool) -> None:
 def _say_environment(loaded: LoadedConfig, as_json: bool) -> None:
     from greenroom.config import environment
 
-    rows = list(environment.shown(loaded.config, os.environ, loaded.places.__contains__))
+    rows = list(environment.shown(loaded.config, os.environ, loaded.places))
     if as_json:
         screen.say_json([dataclasses.asdict(row) for row in rows])
         return

@@ -46,9 +46,9 @@ def serve_models(models: Sequence[DemoModel], said: Overrides, began: float) -> 
     with failures.end_at_once():
         from greenroom.cli import serving
 
-        plan = serving.ServePlan(configuration(models, said))
+        plan = serving.ServePlan(configuration(models, said), lambda app: _greet(app, time.monotonic() - began))
         try:
-            return serving.serve(plan, lambda app: _greet(app, time.monotonic() - began))
+            return serving.serve(plan)
         except StateDirBusy as busy:
             if said.state_dir is not None:
                 raise

@@ -29,7 +29,6 @@ TITLES: Final = ("engine", "installed", "version", "models", "where")
 # Models named in one line; --json has them all.
 NAMED_MAX: Final = 5
 
-OURS: Final = ("llamacpp", "transformers", "diffusers", "vllm", "sglang", "comfyui", "whisper", "command", "remote")
 SERVERS: Final = ("vllm", "sglang")
 
 Row = dict[str, Any]
@@ -87,7 +86,8 @@ def looked_at(config: Config, *, with_unused: bool = True) -> list[Row]:
     look["remote"] = _remote
     look |= {name: functools.partial(_in_python, name) for name in HOSTED}
     look |= {name: functools.partial(_server, name) for name in SERVERS}
-    look |= {name: functools.partial(_of_package, name) for name in ENGINES if name not in OURS}
+    others = [name for name in ENGINES if name not in look]
+    look |= {name: functools.partial(_of_package, name) for name in others}
     places: dict[str, dict[tuple[str | None, ...], list[str]]] = {name: {} for name in ENGINES}
     for name, model in config.models.items():
         engine = model.engine or ""
@@ -97,7 +97,7 @@ def looked_at(config: Config, *, with_unused: bool = True) -> list[Row]:
         for engine, found in places.items()
         for place, models in (found or (_usual(engine) if with_unused else {})).items()
     ]
-    return [_asked(row, config) if row["engine"] not in OURS else row for row in rows]
+    return [_asked(row, config) if row["engine"] in others else row for row in rows]
 
 
 def _asked(row: Row, config: Config) -> Row:
@@ -295,36 +295,30 @@ class RequiredPackage:
         return f"{self.name}>={self.at_least}"
 
 
+_H11: Final = RequiredPackage("h11", "0.16", "reads HTTP requests")
+_TORCH: Final = RequiredPackage("torch", "2.11", "computes, on GPUs and on the CPU")
 # The same as the extra of that name in pyproject.toml; a test compares them.
-TRANSFORMERS: Final = (
-    RequiredPackage("torch", "2.11", "computes, on GPUs and on the CPU"),
-    RequiredPackage("transformers", "5.17", "knows the models' shapes and their tokenizers"),
-    RequiredPackage("h11", "0.16", "reads HTTP requests"),
-    RequiredPackage("jinja2", "3.1.6", "renders chat templates"),
-    RequiredPackage("llguidance", "1.0", "keeps answers to a JSON schema", optional=True),
-)
-WHISPER: Final = (
-    RequiredPackage("faster-whisper", "1.2", "transcribes, with CTranslate2"),
-    RequiredPackage("h11", "0.16", "reads HTTP requests"),
-)
-DIFFUSERS: Final = (
-    RequiredPackage("torch", "2.11", "computes, on GPUs and on the CPU"),
-    RequiredPackage("transformers", "5.17", "knows text encoders and their tokenizers"),
-    RequiredPackage("diffusers", "0.42", "knows the pipelines"),
-    RequiredPackage("pillow", "11.0", "reads and writes pictures"),
-    RequiredPackage("h11", "0.16", "reads HTTP requests"),
-)
-COMFYUI: Final = (RequiredPackage("h11", "0.16", "reads and writes HTTP"),)
-LLAMACPP: Final = (RequiredPackage("xllamacpp", "2026.10", "llama.cpp's own server as a package"),)
+PACKAGES_OF: Final[Mapping[str, Sequence[RequiredPackage]]] = {
+    "transformers": (
+        _TORCH,
+        RequiredPackage("transformers", "5.17", "knows the models' shapes and their tokenizers"),
+        _H11,
+        RequiredPackage("jinja2", "3.1.6", "renders chat templates"),
+        RequiredPackage("llguidance", "1.0", "keeps answers to a JSON schema", optional=True),
+    ),
+    "diffusers": (
+        _TORCH,
+        RequiredPackage("transformers", "5.17", "knows text encoders and their tokenizers"),
+        RequiredPackage("diffusers", "0.42", "knows the pipelines"),
+        RequiredPackage("pillow", "11.0", "reads and writes pictures"),
+        _H11,
+    ),
+    "whisper": (RequiredPackage("faster-whisper", "1.2", "transcribes, with CTranslate2"), _H11),
+    "llamacpp": (RequiredPackage("xllamacpp", "2026.10", "llama.cpp's own server as a package"),),
+    "comfyui": (RequiredPackage("h11", "0.16", "reads and writes HTTP"),),
+}
 # Engines whose programs are ours and run under a Python of the model's.
 HOSTED: Final = ("transformers", "diffusers", "whisper")
-PACKAGES_OF: Final[Mapping[str, Sequence[RequiredPackage]]] = {
-    "transformers": TRANSFORMERS,
-    "diffusers": DIFFUSERS,
-    "whisper": WHISPER,
-    "llamacpp": LLAMACPP,
-    "comfyui": COMFYUI,
-}
 
 
 @dataclass(frozen=True, slots=True)

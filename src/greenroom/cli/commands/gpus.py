@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from greenroom.cli import address, screen
@@ -23,10 +23,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    look = _local(args.config) if args.local else _remote(args)
-    if args.watch:
-        screen.watch(look, TITLES, rows, trouble, summary, as_json=args.json)
-    _show(look(), args.json)
+    looks = _local(args.config) if args.local else _remote(args)
+    if args.json:
+        screen.show_json(looks, again=args.watch)
+    elif args.watch:
+        screen.watch(map(_frame, looks))
+    else:
+        screen.show(_frame(next(looks)))
 
 
 COMMAND = Subcommand(
@@ -37,37 +40,26 @@ COMMAND = Subcommand(
 )
 
 
-def _show(seen: Seen, as_json: bool) -> None:
-    if as_json:
-        screen.say_json(seen)
-        return
-    if seen["gpus"]:
-        screen.say_table(TITLES, rows(seen))
-    for line in trouble(seen):
-        screen.note(line)
-    for line in summary(seen):
-        screen.hint(line)
+def _frame(seen: Seen) -> screen.Frame:
+    return screen.Frame(TITLES if seen["gpus"] else (), rows(seen), trouble(seen), summary(seen))
 
 
 # --- where figures come from ----------------------------------------------------------------------------------------
 
 
-def _remote(args: argparse.Namespace) -> Callable[[], Seen]:
+def _remote(args: argparse.Namespace) -> Iterator[Seen]:
     from greenroom.cli.client import Client
 
     client = Client(address.address_of(args))
-
-    def look() -> Seen:
+    while True:
         try:
-            seen: Seen = client.get("/api/v1/gpus")
+            seen = client.get("/api/v1/gpus")
         except NoGateway as error:
             raise NoGateway(f"{error.message}; --local looks at this machine without one") from None
-        return seen
-
-    return look
+        yield seen
 
 
-def _local(config_file: str | None) -> Callable[[], Seen]:
+def _local(config_file: str | None) -> Iterator[Seen]:
     """This machine's GPUs in the shape of a gateway's answer, without what only a gateway knows."""
     from greenroom.config import loader
     from greenroom.config.schema import Config
@@ -77,7 +69,8 @@ def _local(config_file: str | None) -> Callable[[], Seen]:
     config = Config() if config_file is None else loader.load(loader.find(config_file)).config
     probe = make_probe(config)
     why = probe.why if isinstance(probe, NoProbe) else None
-    return lambda: _seen(probe.kind, probe.look(), why)
+    while True:
+        yield _seen(probe.kind, probe.look(), why)
 
 
 def _seen(kind: str, reading: Any, why: str | None) -> Seen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -40,17 +41,18 @@ def run(args: argparse.Namespace) -> None:
     from greenroom.cli.client import Client
 
     client = Client(address.address_of(args))
-    if args.watch:
-        screen.watch(lambda: client.get(STATUS), TITLES, rows, lambda status: (), summary, as_json=args.json)
-    status = client.get(STATUS)
+    looks = (client.get(STATUS) for _ in itertools.count())
     if args.json:
-        screen.say_json(status)
-        return
-    screen.say_table(TITLES, rows(status))
-    for problem in status.get("key_problems", ()):
-        screen.note(f"warning: {problem}")
-    for line in summary(status):
-        screen.hint(line)
+        screen.show_json(looks, again=args.watch)
+    elif args.watch:
+        screen.watch(_frame(status, ()) for status in looks)
+    else:
+        status = next(looks)
+        screen.show(_frame(status, [f"warning: {problem}" for problem in status.get("key_problems", ())]))
+
+
+def _frame(status: Status, notes: Sequence[str]) -> screen.Frame:
+    return screen.Frame(TITLES, rows(status), notes, summary(status))
 
 
 COMMAND = Subcommand(

@@ -7,7 +7,6 @@ import argparse
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from greenroom.cli import failures, screen
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     with failures.end_at_once():
         from greenroom.cli import serving
 
-        return serving.serve(plan(args), lambda app: _greet(app, time.monotonic() - began))
+        return serving.serve(plan(args, began))
 
 
 COMMAND = Subcommand(
@@ -63,7 +62,7 @@ COMMAND = Subcommand(
 )
 
 
-def plan(args: argparse.Namespace) -> ServePlan:
+def plan(args: argparse.Namespace, began: float = 0.0) -> ServePlan:
     """Raises CommandFailed or ConfigError."""
     from greenroom.cli.serving import ServePlan
     from greenroom.config import loader
@@ -80,13 +79,13 @@ def plan(args: argparse.Namespace) -> ServePlan:
     # Warnings are about the configuration that will run, with the overrides applied.
     # An address open to others without keys is no warning here: the start refuses it, in the same words.
     warnings = [text for text in problems(config) if text != open_door(config)]
-    return ServePlan(config, loaded.path, lambda: _reread(loaded.path, said), warnings)
-
-
-def _reread(path: Path | None, said: Overrides) -> Config:
-    from greenroom.config import loader
-
-    return said.applied(loader.load(path, to_serve=True).config)
+    return ServePlan(
+        config,
+        lambda app: _greet(app, time.monotonic() - began),
+        loaded.path,
+        lambda: said.applied(loader.load(loaded.path, to_serve=True).config),
+        warnings,
+    )
 
 
 def _greet(app: App, took_s: float) -> None:

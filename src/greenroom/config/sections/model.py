@@ -29,10 +29,10 @@ from greenroom.config.sections.engine_keys import (
     inferred_engine,
     keys_of_engines,
     keys_of_other_engines,
+    sharing_problems,
     unknown_engine,
 )
 from greenroom.config.sections.keys import RateLimits
-from greenroom.config.sections.shared_caches import sharing_problems
 from greenroom.config.sections.versions import ModelVersions
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]

@@ -25,12 +25,12 @@ from greenroom.engines.base import (
     LaunchPlace,
     Listens,
     ProcessEngine,
+    asked,
     environment,
 )
-from greenroom.engines.estimates.estimate import FILE_SIZE, Estimate, EstimatePart, part
+from greenroom.engines.estimates.estimate import FILE_SIZE, Estimate, EstimatePart, file_bytes, placed
 from greenroom.engines.estimates.hf_folder import CONTEXT_MIB
-from greenroom.engines.identity import file_identity, program_identity
-from greenroom.engines.installed import packages_missing
+from greenroom.engines.identity import file_identity, packages_missing, program_identity
 from greenroom.errors import LoadFailed, UnusableModel
 from greenroom.process.spawn import Command
 
@@ -68,13 +68,12 @@ class ComfyUiEngine(ProcessEngine):
         )
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
-        weights = sum(_size(file) for file in self._checkpoints(model))
+        weights = sum(map(file_bytes, self._checkpoints(model)))
         if not weights:
             return None
-        on_gpu = part("weights", weights) if gpus else part("weights", 0, weights)
         beside = EstimatePart("context", CONTEXT_MIB if gpus else 0, PROGRAM_MIB)
         work = EstimatePart("compute buffers", WORK_MIB if gpus else 0, 0 if gpus else WORK_MIB)
-        return Estimate((on_gpu, work, beside), FILE_SIZE)
+        return Estimate((placed("weights", weights, gpus > 0), work, beside), FILE_SIZE)
 
     def estimate_asleep(self, model: Model, gpus: int) -> Estimate:
         return Estimate((EstimatePart("context", CONTEXT_MIB, PROGRAM_MIB),), FILE_SIZE)
@@ -119,15 +118,11 @@ class ComfyUiEngine(ProcessEngine):
     # --- sleep --------------------------------------------------------------------------------------------------------
 
     async def sleep(self, model: Model, call: CallEngine) -> None:
-        status, body = await call("POST", "/sleep")
-        if status != 200:
-            raise LoadFailed(f"it answered {status}: {body[:200].decode('utf-8', 'replace')}")
+        await asked(call, "POST", "/sleep")
 
     async def wake(self, model: Model, call: CallEngine) -> None:
         """Its next workflow loads what it needs; so all there is to see is that it answers."""
-        status, _ = await call("GET", "/health")
-        if status != 200:
-            raise LoadFailed(f"it answered {status} to /health")
+        await asked(call, "GET", "/health")
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -171,13 +166,6 @@ def _is_file_in(folder: Path | None, name: str) -> bool:
     """Names may have folders, and never lead out of theirs."""
     inside = not os.path.isabs(name) and ".." not in Path(name).parts
     return folder is not None and inside and os.path.isfile(folder / name)
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0
 
 
 # --- the workflow ---------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Diffusers: pipelines that make pictures, as folders with model_index.json.
 
 Owns their abilities, the files they are made of, and what is known of their memory before the first load. Looks at the
-index and at headers. `torch_engine.py` says how their workers start.
+index and at headers. `TorchEngine` says how their workers start.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from greenroom.config.schema import Ability, Model
 from greenroom.core.model import Claim, DeviceId
 from greenroom.core.packing import pack
 from greenroom.engines.base import EngineFacts, Split
-from greenroom.engines.builtin.torch_engine import TorchEngine
+from greenroom.engines.builtin.transformers import TorchEngine
 from greenroom.engines.estimates.estimate import Estimate
-from greenroom.engines.estimates.pipeline import (
+from greenroom.engines.estimates.hosted import (
     component_mib,
-    estimate_asleep,
-    estimate_ready,
+    estimate_pipeline,
+    estimate_pipeline_asleep,
     index_of,
     pipeline_fault,
     pipeline_files,
     spread_mib,
 )
-from greenroom.engines.identity import FILES_MAX, file_identity, packages_identity
-from greenroom.engines.installed import packages_missing
+from greenroom.engines.identity import FILES_MAX, file_identity, packages_identity, packages_missing
 
 # Without one of these no pipeline can be loaded.
 PACKAGES: Final = ("torch", "transformers", "diffusers", "pillow", "h11")
@@ -69,10 +68,10 @@ class DiffusersEngine(TorchEngine):
         return {**said, "device_map": device_map(parts, [claim.get(gpu, 0) for gpu in gpus])}
 
     def estimate(self, model: Model, gpus: int) -> Estimate | None:
-        return estimate_ready(Path(model.path or ""), model.dtype, gpus)
+        return estimate_pipeline(Path(model.path or ""), model.dtype, gpus)
 
     def estimate_asleep(self, model: Model, gpus: int) -> Estimate | None:
-        return estimate_asleep(Path(model.path or ""), model.dtype)
+        return estimate_pipeline_asleep(Path(model.path or ""), model.dtype)
 
     def identity(self, model: Model) -> tuple[str, str]:
         packages = packages_identity(model.python, ("torch", "transformers", "diffusers"))

@@ -27,14 +27,14 @@ from greenroom.engines.base import (
     LaunchPlace,
     ProcessEngine,
     Split,
+    asked,
 )
 from greenroom.engines.builtin.transformers import embeds, template_has_tools
 from greenroom.engines.estimates.estimate import Estimate
 from greenroom.engines.estimates.gguf_header import BadModelFile
-from greenroom.engines.estimates.hf_folder import folder_config, folder_fault, weight_files
-from greenroom.engines.estimates.paged import PagedOptions, attention_heads, estimate_paged, estimate_paged_asleep
-from greenroom.engines.identity import file_identity, packages_identity, program_identity
-from greenroom.engines.installed import packages_missing
+from greenroom.engines.estimates.hf_folder import FolderOptions, folder_config, folder_fault, weight_files
+from greenroom.engines.estimates.paged import attention_heads, estimate_paged, estimate_paged_asleep
+from greenroom.engines.identity import file_identity, packages_identity, packages_missing, program_identity
 from greenroom.engines.usage import Usage
 from greenroom.errors import LoadFailed, UnusableModel
 
@@ -102,9 +102,9 @@ class FolderServer(ProcessEngine):
         """The argument or variable with which it does not survive sleep; None if there is none."""
         return None
 
-    def sizes(self, model: Model) -> PagedOptions:
-        return PagedOptions(
-            model.ctx_size or None, self.concurrency(model), model.cache_tokens, model.dtype, self.host_copy
+    def sizes(self, model: Model) -> FolderOptions:
+        return FolderOptions(
+            model.ctx_size or None, self.concurrency(model), model.dtype, model.cache_tokens, self.host_copy
         )
 
     def files(self, model: Model) -> list[Path]:
@@ -243,14 +243,6 @@ class _CheckedVector(msgspec.Struct):
 
 class _CheckedVectors(msgspec.Struct):
     data: list[_CheckedVector]
-
-
-async def asked(call: CallEngine, method: str, target: str, body: bytes = b"") -> bytes:
-    """The body of an answer with status 200. Raises LoadFailed for any other, OSError or ValueError."""
-    status, answer = await call(method, target, body)
-    if status != 200:
-        raise LoadFailed(f"it answered {status} to {target.partition('?')[0]}")
-    return answer
 
 
 def decoded(answer: bytes, kind: type[_Said]) -> _Said:

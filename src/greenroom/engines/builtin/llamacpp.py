@@ -15,8 +15,8 @@ from typing import Final
 import msgspec
 
 from greenroom.config.schema import Ability, Model
+from greenroom.config.sections.engine_keys import sharing_variables
 from greenroom.config.sections.model import TEMPLATE_ENDING
-from greenroom.config.sections.shared_caches import sharing_variables
 from greenroom.engines.base import (
     LLAMACPP_PATHS,
     CacheFigures,
@@ -30,11 +30,10 @@ from greenroom.engines.base import (
     environment,
 )
 from greenroom.engines.estimates.estimate import Estimate
-from greenroom.engines.estimates.gguf import check_gguf, estimate_gguf, files_of, header_of, split_names
-from greenroom.engines.estimates.gguf_header import BadModelFile, has_tools
+from greenroom.engines.estimates.gguf import check_gguf, estimate_gguf, files_of, header_of
+from greenroom.engines.estimates.gguf_header import BadModelFile, has_tools, split_names
 from greenroom.engines.estimates.llama_options import BATCH, UBATCH, LlamaOptions, read
-from greenroom.engines.identity import embedded_identity, file_identity, program_identity
-from greenroom.engines.installed import packages_missing
+from greenroom.engines.identity import embedded_identity, file_identity, packages_missing, program_identity
 from greenroom.engines.usage import Usage, from_timings, from_usage
 from greenroom.errors import LoadFailed
 from greenroom.process.spawn import Command

@@ -11,11 +11,10 @@ import math
 from typing import Final
 
 from greenroom.config.schema import Model
-from greenroom.engines.base import CallEngine, Launch, LaunchPlace, environment
+from greenroom.engines.base import CallEngine, Launch, LaunchPlace, asked, environment
 from greenroom.engines.builtin.folder_server import (
     ANSWERING_PATHS,
     FolderServer,
-    asked,
     chat_template,
     folder_of,
     metric_sum,

@@ -15,13 +15,12 @@ from typing import Final
 import msgspec
 
 from greenroom.config.schema import Model
-from greenroom.config.sections.shared_caches import written
-from greenroom.engines.base import VLLM_PATHS, CallEngine, Launch, LaunchPlace, Listens, environment
+from greenroom.config.sections.engine_keys import written
+from greenroom.engines.base import VLLM_PATHS, CallEngine, Launch, LaunchPlace, Listens, asked, environment
 from greenroom.engines.builtin.folder_server import (
     ANSWERING_PATHS,
     SERIES_MAX,
     FolderServer,
-    asked,
     chat_template,
     decoded,
     folder_of,

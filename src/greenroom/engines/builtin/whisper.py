@@ -27,11 +27,11 @@ from greenroom.engines.base import (
     LaunchPlace,
     Listens,
     ProcessEngine,
+    asked,
     environment,
 )
 from greenroom.engines.estimates.estimate import FILE_SIZE, Estimate, EstimatePart, known, mib
-from greenroom.engines.identity import FILES_MAX, file_identity, packages_identity
-from greenroom.engines.installed import packages_missing
+from greenroom.engines.identity import FILES_MAX, file_identity, packages_identity, packages_missing
 from greenroom.engines.usage import Usage
 from greenroom.errors import LoadFailed, UnusableModel
 from greenroom.process.spawn import Command
@@ -116,16 +116,10 @@ class WhisperEngine(ProcessEngine):
         return None
 
     async def sleep(self, model: Model, call: CallEngine) -> None:
-        await _ordered(call, "/control/sleep")
+        await asked(call, "POST", "/control/sleep")
 
     async def wake(self, model: Model, call: CallEngine) -> None:
-        await _ordered(call, "/control/wake")
-
-
-async def _ordered(call: CallEngine, path: str) -> None:
-    status, body = await call("POST", path)
-    if status != 200:
-        raise LoadFailed(f"it answered {status} to {path}: {body[:200].decode('utf-8', 'replace')}")
+        await asked(call, "POST", "/control/wake")
 
 
 def _folder(model_id: str, model: Model) -> Path:

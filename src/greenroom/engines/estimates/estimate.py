@@ -1,13 +1,15 @@
 """The memory a model is expected to need, part by part, before it was measured.
 
-Owns the records of an estimate. Reads no files: `gguf.py`, `hf_folder.py` and `hosted.py` do. A figure consists of
+Owns the records of an estimate. Reads no headers: `gguf.py`, `hf_folder.py` and `hosted.py` do. A figure consists of
 parts, so that a person can see where it comes from and compare it with what the engine reports.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from greenroom.core.model import Need
@@ -57,8 +59,21 @@ def mib(size_bytes: float) -> int:
     return -int(-size_bytes // MIB)
 
 
+def file_bytes(path: str | Path) -> int:
+    """0 for a file that is missing or not readable: its own load will report it."""
+    try:
+        return os.path.getsize(path) if os.path.isfile(path) else 0
+    except (OSError, ValueError):
+        return 0
+
+
 def part(what: str, gpu_bytes: float = 0, host_bytes: float = 0) -> EstimatePart:
     return EstimatePart(what, mib(gpu_bytes), mib(host_bytes))
+
+
+def placed(what: str, size_bytes: float, on_gpu: bool) -> EstimatePart:
+    """All of it on the GPU or all of it on the host."""
+    return part(what, size_bytes) if on_gpu else part(what, 0, size_bytes)
 
 
 def known(parts: Iterable[EstimatePart]) -> tuple[EstimatePart, ...]:

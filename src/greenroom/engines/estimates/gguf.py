@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from greenroom.engines.estimates.estimate import FILE_SIZE, GGUF, MIB, Estimate, EstimatePart, known, part
+from greenroom.engines.estimates.estimate import (
+    FILE_SIZE,
+    GGUF,
+    MIB,
+    Estimate,
+    EstimatePart,
+    file_bytes,
+    known,
+    part,
+    placed,
+)
 from greenroom.engines.estimates.gguf_header import (
     ENCODERS,
     BadModelFile,
@@ -23,6 +32,7 @@ from greenroom.engines.estimates.gguf_header import (
     read_header,
     read_weights,
     shards,
+    split_names,
 )
 from greenroom.engines.estimates.gguf_tensors import WeightBytes
 from greenroom.engines.estimates.kv_cache import Cells, LayerCache, attention_bytes, gguf_cache, padded, state_bytes
@@ -50,9 +60,6 @@ HEADERS_MAX: Final = 512
 CONTEXT_DEFAULT: Final = 4_096
 # A projector computes an image at once, in buffers of its own: an allowance, not a measurement.
 PROJECTOR_FACTOR: Final = 1.3
-_SPLIT: Final = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-# Files of one model that are looked for.
-SPLIT_MAX: Final = 1_000
 
 
 def estimate_gguf(options: LlamaOptions, gpus: int, *, logits_all: bool) -> Estimate | None:
@@ -136,14 +143,16 @@ def _weights(*stamps: tuple[str, int, int]) -> WeightBytes:
 def _parts(options: LlamaOptions, model: _Model, gpus: int, logits_all: bool) -> tuple[EstimatePart, ...]:
     header, cache = model.header, gguf_cache(model.header)
     on_gpu = _layers_on_gpu(options.gpu_layers, len(cache)) if gpus else range(0)
-    cells = _cells(options, header)
+    cells, keeps_on_gpu = _cells(options, header), on_gpu if options.kv_offload else range(0)
+    kv_sizes = [attention_bytes(layer, cells, options.type_k, options.type_v) for layer in cache]
+    projector_bytes = sum(map(file_bytes, options.projectors)) * PROJECTOR_FACTOR
     parts = [
         _weights_part(options, model.weights, on_gpu, len(cache)),
-        _cache_part(options, cache, cells, on_gpu),
-        _state_part(options, cache, on_gpu),
+        _shared_out("KV cache", kv_sizes, keeps_on_gpu),
+        _shared_out("recurrent state", [state_bytes(layer, options.sequences) for layer in cache], keeps_on_gpu),
         _compute_part(options, model, cache, cells, bool(on_gpu), logits_all),
-        *_projectors(options, bool(gpus)),
-        *_adapters(options, bool(on_gpu)),
+        placed("projector", projector_bytes, bool(gpus) and options.projector_offload),
+        placed("adapters", sum(map(file_bytes, options.adapters)), bool(on_gpu)),
         *_draft(options, gpus, logits_all),
         EstimatePart("context", CONTEXT_MIB * gpus if on_gpu else 0, 0),
         EstimatePart("process", 0, PROCESS_CUDA_MIB if on_gpu else PROCESS_MIB),
@@ -175,16 +184,6 @@ def _weights_part(options: LlamaOptions, weights: WeightBytes, on_gpu: range, co
     if count in on_gpu:
         return part("weights", gpu + head + weights.other_bytes, host + weights.input_bytes)
     return part("weights", gpu, host + weights.input_bytes + weights.output_bytes + weights.other_bytes)
-
-
-def _cache_part(options: LlamaOptions, cache: Sequence[LayerCache], cells: Cells, on_gpu: range) -> EstimatePart:
-    sizes = [attention_bytes(layer, cells, options.type_k, options.type_v) for layer in cache]
-    return _shared_out("KV cache", sizes, on_gpu if options.kv_offload else range(0))
-
-
-def _state_part(options: LlamaOptions, cache: Sequence[LayerCache], on_gpu: range) -> EstimatePart:
-    sizes = [state_bytes(layer, options.sequences) for layer in cache]
-    return _shared_out("recurrent state", sizes, on_gpu if options.kv_offload else range(0))
 
 
 def _shared_out(what: str, sizes: Sequence[int], on_gpu: range) -> EstimatePart:
@@ -224,15 +223,6 @@ def _feed_forward(header: GgufHeader) -> int:
     return max(header.number("feed_forward_length"), experts + header.number("expert_shared_feed_forward_length"))
 
 
-def _projectors(options: LlamaOptions, has_gpu: bool) -> list[EstimatePart]:
-    size = sum(_file_bytes(path) for path in options.projectors) * PROJECTOR_FACTOR
-    return [_whole("projector", size, has_gpu and options.projector_offload)]
-
-
-def _adapters(options: LlamaOptions, on_gpu: bool) -> list[EstimatePart]:
-    return [_whole("adapters", sum(_file_bytes(path) for path in options.adapters), on_gpu)]
-
-
 def _draft(options: LlamaOptions, gpus: int, logits_all: bool) -> list[EstimatePart]:
     """A draft model has weights and a cache of its own, in the same process."""
     if options.draft is None:
@@ -253,40 +243,12 @@ def _draft(options: LlamaOptions, gpus: int, logits_all: bool) -> list[EstimateP
     ]
 
 
-def _whole(what: str, size: float, on_gpu: bool) -> EstimatePart:
-    return part(what, size if on_gpu else 0, 0 if on_gpu else size)
-
-
-def _file_bytes(path: str | Path) -> int:
-    """0 for a file that is missing or not readable: its own load will report it."""
-    try:
-        return os.path.getsize(path) if os.path.isfile(path) else 0
-    except (OSError, ValueError):
-        return 0
-
-
 def _by_size(path: Path, options: LlamaOptions, gpus: int) -> Estimate | None:
     """All parts of a split file together."""
-    size = sum(_file_bytes(one) for one in split_names(path))
+    size = sum(file_bytes(one) for one in split_names(path))
     on_gpu = bool(gpus) and options.gpu_layers != 0 and not options.no_gpu
     # At least 1 MiB, so that no file counts as nothing.
     whole = int(size * FILE_SIZE_FACTOR / MIB) + 1
     return (
         Estimate((EstimatePart("file", whole if on_gpu else 0, 0 if on_gpu else whole),), FILE_SIZE) if size else None
     )
-
-
-def split_names(path: Path) -> list[Path]:
-    """The names of all files of a model that is split over several, by the name of one."""
-    match = _SPLIT.search(path.name)
-    if match is None:
-        return [path]
-    stem, count = path.name[: match.start()], int(match[2])
-    return [
-        path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, min(count, SPLIT_MAX) + 1)
-    ]
-
-
-def split_stem(name: str) -> str:
-    """The name of a GGUF file without its ending and without the number of its part."""
-    return _SPLIT.sub("", name).removesuffix(".gguf")

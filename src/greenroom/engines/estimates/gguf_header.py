@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from greenroom.base.plain_file import open_plain, why
-from greenroom.engines.estimates.gguf_tensors import LAYERS_MAX, WeightBytes, WeightsSum, tensor_bytes
+from greenroom.engines.estimates.gguf_tensors import LAYERS_MAX, WeightBytes, tensor_bytes
 from greenroom.errors import LoadFailed
 
 MAGIC: Final = b"GGUF"
@@ -52,7 +52,9 @@ _STRING, _ARRAY = 8, 9
 ENCODERS: Final = re.compile(r"bert|embed|t5encoder")
 _POOLING_NONE, _POOLING_RANK = 0, 4
 _PROJECTORS: Final = ("clip", "mmproj")
-_SHARD: Final = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_SPLIT: Final = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+# Files of one model that are looked for.
+SPLIT_MAX: Final = 1_000
 
 Value = int | float | str | tuple[int, ...]
 
@@ -132,7 +134,7 @@ def read_header(path: str | Path) -> GgufHeader:
 
 def read_weights(paths: Iterable[Path]) -> WeightBytes:
     """The weights of all files of one model together. Raises BadModelFile if one is missing or not complete."""
-    total = WeightsSum()
+    total = WeightBytes()
     for path in paths:
         try:
             with open_plain(path) as file:
@@ -140,16 +142,27 @@ def read_weights(paths: Iterable[Path]) -> WeightBytes:
                 _walk(cursor, os.fstat(file.fileno()).st_size, total)
         except (OSError, ValueError) as reason:
             raise BadModelFile(f"{path} cannot be read: {why(reason)}.") from reason
-    return total.take()
+    return total
 
 
 def shards(path: Path, header: GgufHeader) -> tuple[Path, ...]:
     """All files of a split model, in order; this one alone if it is not split."""
-    match = _SHARD.search(path.name)
-    if header.shard_count < 2 or match is None or int(match[2]) != header.shard_count:
+    named = split_names(path)
+    return named if 1 < header.shard_count == len(named) else (path,)
+
+
+def split_names(path: Path) -> tuple[Path, ...]:
+    """The names of all files of a model that is split over several, by the name of one."""
+    match = _SPLIT.search(path.name)
+    if match is None:
         return (path,)
-    stem = path.name[: match.start()]
-    return tuple(path.with_name(f"{stem}-{k:05}-of-{match[2]}.gguf") for k in range(1, header.shard_count + 1))
+    stem, count = path.name[: match.start()], int(match[2])
+    return tuple(path.with_name(f"{stem}-{k:05d}-of-{count:05d}.gguf") for k in range(1, min(count, SPLIT_MAX) + 1))
+
+
+def split_stem(name: str) -> str:
+    """The name of a GGUF file without its ending and without the number of its part."""
+    return _SPLIT.sub("", name).removesuffix(".gguf")
 
 
 class Cursor:
@@ -254,12 +267,12 @@ class Cursor:
 
 
 def _facts(cursor: Cursor, file_bytes: int) -> GgufHeader:
-    total = WeightsSum()
+    total = WeightBytes()
     values, end = _walk(cursor, file_bytes, total)
-    return _header(cursor, values, end, total.take())
+    return _header(cursor, values, end, total)
 
 
-def _walk(cursor: Cursor, file_bytes: int, total: WeightsSum) -> tuple[dict[str, Value], int]:
+def _walk(cursor: Cursor, file_bytes: int, total: WeightBytes) -> tuple[dict[str, Value], int]:
     """The values, and the end of the last tensor relative to the first. Adds the tensors to `total`."""
     tensor_count, key_count = _preamble(cursor)
     values = dict(_key_values(cursor, key_count))
@@ -293,7 +306,7 @@ def _key_values(cursor: Cursor, count: int) -> Iterator[tuple[str, Value]]:
             yield key, value
 
 
-def _add_tensors(cursor: Cursor, count: int, total: WeightsSum) -> int:
+def _add_tensors(cursor: Cursor, count: int, total: WeightBytes) -> int:
     """The end of the last tensor relative to the first."""
     end = 0
     for _ in range(count):

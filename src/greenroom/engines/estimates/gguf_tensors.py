@@ -33,11 +33,13 @@ _INPUT: Final = re.compile(r"(?:token_embd|per_layer_token_embd|position_embd|to
 _OUTPUT: Final = re.compile(r"(?:output|cls|score|rope_freqs)\b|output_norm|cls_")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WeightBytes:
-    """Bytes by place. `layers` are the dense part and the experts of each block."""
+    """Bytes by place, counted over all files of a split model."""
 
-    layers: tuple[tuple[int, int], ...] = ()
+    # By the number of the block.
+    dense: dict[int, int] = field(default_factory=dict)
+    experts: dict[int, int] = field(default_factory=dict)
     input_bytes: int = 0
     output_bytes: int = 0
     other_bytes: int = 0
@@ -49,23 +51,14 @@ class WeightBytes:
     elements: int = 0
 
     @property
+    def layers(self) -> tuple[tuple[int, int], ...]:
+        """The dense part and the experts of each block."""
+        count = max((*self.dense, *self.experts), default=-1) + 1
+        return tuple((self.dense.get(layer, 0), self.experts.get(layer, 0)) for layer in range(count))
+
+    @property
     def total_bytes(self) -> int:
         return sum(map(sum, self.layers)) + self.input_bytes + self.output_bytes + self.other_bytes
-
-
-@dataclass(slots=True)
-class WeightsSum:
-    """Weights being counted, over all files of a split model."""
-
-    dense: dict[int, int] = field(default_factory=dict)
-    experts: dict[int, int] = field(default_factory=dict)
-    input_bytes: int = 0
-    output_bytes: int = 0
-    other_bytes: int = 0
-    embedding_bytes: int = 0
-    has_head: bool = False
-    vocabulary: int = 0
-    elements: int = 0
 
     def add(self, name: str, shape: Sequence[int], size_bytes: int) -> None:
         # A tensor of an unknown type has no size that could bound its shape.
@@ -83,19 +76,6 @@ class WeightsSum:
             self.has_head = self.has_head or name == "output.weight"
         else:
             self.other_bytes += size_bytes
-
-    def take(self) -> WeightBytes:
-        count = max((*self.dense, *self.experts), default=-1) + 1
-        return WeightBytes(
-            tuple((self.dense.get(layer, 0), self.experts.get(layer, 0)) for layer in range(count)),
-            self.input_bytes,
-            self.output_bytes,
-            self.other_bytes,
-            self.embedding_bytes,
-            self.has_head,
-            self.vocabulary,
-            self.elements,
-        )
 
 
 def tensor_bytes(elements: int, kind: int) -> int:

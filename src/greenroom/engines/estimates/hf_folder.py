@@ -19,7 +19,17 @@ from typing import Any, Final
 import msgspec
 
 from greenroom.base.plain_file import open_plain, read_plain, why
-from greenroom.engines.estimates.estimate import FILE_SIZE, MIB, SAFETENSORS, Estimate, EstimatePart, known, part
+from greenroom.engines.estimates.estimate import (
+    FILE_SIZE,
+    MIB,
+    SAFETENSORS,
+    Estimate,
+    EstimatePart,
+    file_bytes,
+    known,
+    part,
+    placed,
+)
 from greenroom.engines.estimates.gguf_header import BadModelFile
 from greenroom.engines.estimates.gguf_tensors import LAYERS_MAX
 from greenroom.engines.estimates.kv_cache import LayerCache
@@ -60,11 +70,18 @@ DTYPE_BYTES: Final[Mapping[str, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class FolderOptions:
-    """How it is run: how long a text, how many at once, in which kind of numbers (None: as the files say)."""
+    """How it is run: how long a text, how many at once, in which kind of numbers (None or auto: as the files say), how
+    many tokens are cached (None: as its server chooses). `host_copy`: the weights lie on the host, too, while ready."""
 
     context: int | None = None
     sequences: int = 1
     dtype: str | None = None
+    cache_tokens: int | None = None
+    host_copy: bool = False
+
+    @property
+    def wanted_dtype(self) -> str | None:
+        return None if self.dtype == "auto" else self.dtype
 
 
 class Facts:
@@ -74,6 +91,25 @@ class Facts:
         # Multimodal models nest the shape of their language part.
         inner = said.get("text_config") or said.get("llm_config")
         self._said = {**said, **inner} if isinstance(inner, Mapping) else said
+
+    @classmethod
+    def of(cls, folder: Path) -> Facts:
+        """Those of a folder; none if its config.json cannot be read, which fails its own load."""
+        try:
+            return cls(folder_config(folder))
+        except BadModelFile:
+            return cls({})
+
+    @property
+    def context(self) -> int:
+        return self.number("max_position_embeddings", "n_positions", default=CONTEXT_DEFAULT)
+
+    def step_numbers(self, tokens: int) -> int:
+        """Numbers of activations while so many tokens are computed: the feed-forward part, and some rows."""
+        width = self.number("hidden_size", "n_embd", "d_model")
+        feed = self.number("intermediate_size", "ffn_dim", "n_inner", default=4 * width)
+        experts = self.number("num_experts_per_tok") * self.number("moe_intermediate_size")
+        return tokens * (3 * max(feed, experts) + 6 * width)
 
     def number(self, *names: str, default: int = 0) -> int:
         for name in names:
@@ -164,12 +200,7 @@ def weights_fault(path: Path, files: Sequence[Path], *, takes_pickles: bool) -> 
 
 
 def _by_size(files: Sequence[Path], gpus: int) -> Estimate | None:
-    size = 0
-    for file in files:
-        try:
-            size += os.path.getsize(file)
-        except OSError:
-            continue
+    size = sum(map(file_bytes, files))
     whole = int(size * FILE_SIZE_FACTOR / MIB) + 1
     return Estimate((EstimatePart("files", whole if gpus else 0, 0 if gpus else whole),), FILE_SIZE) if size else None
 
@@ -179,14 +210,14 @@ def _by_size(files: Sequence[Path], gpus: int) -> Estimate | None:
 
 def _parts(weights: SafetensorsHeader, facts: Facts, options: FolderOptions, gpus: int) -> list[EstimatePart]:
     number_bytes = DTYPE_BYTES.get(options.dtype or facts.text("torch_dtype", "dtype") or weights.dtype, 2)
-    context = options.context or facts.number("max_position_embeddings", "n_positions", default=CONTEXT_DEFAULT)
-    in_memory = weight_bytes(weights, options)
+    context = options.context or facts.context
+    in_memory = weight_bytes(weights, options.dtype)
     layers = folder_cache(facts)
     cache_bytes = sum(_layer_bytes(layer, context, options.sequences) for layer in layers) * max(number_bytes, 1)
     parts = [
-        _placed("weights", in_memory, gpus),
-        _placed("KV cache", cache_bytes, gpus),
-        _placed("compute buffers", _activation_bytes(facts, layers, context, max(number_bytes, 2)), gpus),
+        placed("weights", in_memory, gpus > 0),
+        placed("KV cache", cache_bytes, gpus > 0),
+        placed("compute buffers", _activation_bytes(facts, layers, context, max(number_bytes, 2)), gpus > 0),
     ]
     if not gpus:
         return [*parts, EstimatePart("process", 0, PROCESS_MIB)]
@@ -198,13 +229,9 @@ def _parts(weights: SafetensorsHeader, facts: Facts, options: FolderOptions, gpu
     ]
 
 
-def _placed(what: str, size: float, gpus: int) -> EstimatePart:
-    return part(what, size if gpus else 0, 0 if gpus else size)
-
-
-def weight_bytes(weights: SafetensorsHeader, options: FolderOptions) -> float:
+def weight_bytes(weights: SafetensorsHeader, dtype: str | None) -> float:
     """Size in memory: as in the files, unless a dtype converts them. Packed weights stay packed."""
-    wanted = DTYPE_BYTES.get(options.dtype or "")
+    wanted = DTYPE_BYTES.get(dtype or "")
     if wanted is None:
         return weights.tensor_bytes
     kinds = weights.by_dtype.items()
@@ -246,13 +273,9 @@ def _layer_bytes(layer: LayerCache, context: int, sequences: int) -> int:
 
 
 def _activation_bytes(facts: Facts, layers: Sequence[LayerCache], context: int, number_bytes: float) -> float:
-    """Peak while a prompt is read: the feed-forward part, some rows, widened keys and values, logits of one token."""
-    tokens = min(context, TOKENS_AT_ONCE)
-    width, vocabulary = facts.number("hidden_size", "n_embd", "d_model"), facts.number("vocab_size")
-    feed = facts.number("intermediate_size", "ffn_dim", "n_inner", default=4 * width)
-    experts = facts.number("num_experts_per_tok") * facts.number("moe_intermediate_size")
-    numbers = tokens * (3 * max(feed, experts) + 6 * width) + _widened(facts, layers, context)
-    return numbers * number_bytes + vocabulary * 4
+    """Peak while a prompt is read: the activations of a step, widened keys and values, logits of one token."""
+    numbers = facts.step_numbers(min(context, TOKENS_AT_ONCE)) + _widened(facts, layers, context)
+    return numbers * number_bytes + facts.number("vocab_size") * 4
 
 
 def _widened(facts: Facts, layers: Sequence[LayerCache], context: int) -> int:

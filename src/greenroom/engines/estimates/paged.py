@@ -15,7 +15,6 @@ from typing import Final
 from greenroom.engines.estimates.estimate import FILE_SIZE, SAFETENSORS, Estimate, EstimatePart, known, mib
 from greenroom.engines.estimates.gguf_header import BadModelFile
 from greenroom.engines.estimates.hf_folder import (
-    CONTEXT_DEFAULT,
     CONTEXT_MIB,
     DTYPE_BYTES,
     PROCESS_MIB,
@@ -44,18 +43,6 @@ NCCL_MIB: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
-class PagedOptions:
-    """How it is run. `context` None: the model's own; `cache_tokens` None: a context for each sequence. `host_copy`:
-    the weights lie on the host, too, also while it is ready."""
-
-    context: int | None = None
-    sequences: int = 1
-    cache_tokens: int | None = None
-    dtype: str | None = None
-    host_copy: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class _Sizes:
     weights_mib: int
     cache_mib: int
@@ -64,7 +51,7 @@ class _Sizes:
     cache_tokens: int = 0
 
 
-def estimate_paged(path: Path, options: PagedOptions, gpus: int) -> Estimate | None:
+def estimate_paged(path: Path, options: FolderOptions, gpus: int) -> Estimate | None:
     """Memory when ready on `gpus` GPUs, 0 for the host; None if there are no weights. Never raises."""
     sizes = _read(path, options)
     if sizes is None:
@@ -81,7 +68,7 @@ def estimate_paged(path: Path, options: PagedOptions, gpus: int) -> Estimate | N
     return Estimate(known(parts), sizes.source, sizes.cache_tokens)
 
 
-def estimate_paged_asleep(path: Path, options: PagedOptions, gpus: int) -> Estimate | None:
+def estimate_paged_asleep(path: Path, options: FolderOptions, gpus: int) -> Estimate | None:
     """Memory when asleep: weights on the host; context, graphs and buffers stay on each GPU. Never raises."""
     sizes = _read(path, options)
     if sizes is None:
@@ -100,7 +87,7 @@ def _beside(gpus: int) -> Sequence[EstimatePart]:
     )
 
 
-def cache_mib(path: Path, options: PagedOptions) -> int | None:
+def cache_mib(path: Path, options: FolderOptions) -> int | None:
     """MiB of the KV cache alone; None if the folder does not tell. Never raises."""
     sizes = _read(path, options)
     return None if sizes is None else sizes.cache_mib or None
@@ -108,10 +95,7 @@ def cache_mib(path: Path, options: PagedOptions) -> int | None:
 
 def attention_heads(path: Path) -> int | None:
     """Its attention heads, which must be divisible by the number of GPUs; None if unknown. Never raises."""
-    try:
-        return Facts(folder_config(path)).number("num_attention_heads", "n_head") or None
-    except BadModelFile:
-        return None
+    return Facts.of(path).number("num_attention_heads", "n_head") or None
 
 
 def _processes(gpus: int) -> EstimatePart:
@@ -119,8 +103,8 @@ def _processes(gpus: int) -> EstimatePart:
     return EstimatePart("processes", 0, PROCESS_MIB * (1 + gpus))
 
 
-def _read(path: Path, options: PagedOptions) -> _Sizes | None:
-    files, dtype = weight_files(path), None if options.dtype == "auto" else options.dtype
+def _read(path: Path, options: FolderOptions) -> _Sizes | None:
+    files, dtype = weight_files(path), options.wanted_dtype
     if not files:
         return None
     try:
@@ -129,10 +113,10 @@ def _read(path: Path, options: PagedOptions) -> _Sizes | None:
         whole = estimate_folder(path, FolderOptions(), 1)
         return None if whole is None else _Sizes(whole.need.gpu_mib, 0, 0, FILE_SIZE)
     number_bytes = max(2, DTYPE_BYTES.get(dtype or facts.text("dtype", "torch_dtype") or weights.dtype, 2))
-    context = options.context or facts.number("max_position_embeddings", "n_positions", default=CONTEXT_DEFAULT)
+    context = options.context or facts.context
     tokens = options.cache_tokens or context * options.sequences
     return _Sizes(
-        mib(weight_bytes(weights, FolderOptions(dtype=dtype))),
+        mib(weight_bytes(weights, dtype)),
         mib(sum(_layer_numbers(layer, facts, context, tokens) for layer in folder_cache(facts)) * number_bytes),
         mib(_work_bytes(facts, options, number_bytes)),
         SAFETENSORS,
@@ -148,9 +132,6 @@ def _layer_numbers(layer: LayerCache, facts: Facts, context: int, tokens: int) -
     return int((layer.keys + layer.values) * tokens * share)
 
 
-def _work_bytes(facts: Facts, options: PagedOptions, number_bytes: float) -> float:
-    width, vocabulary = facts.number("hidden_size", "n_embd", "d_model"), facts.number("vocab_size")
-    feed = facts.number("intermediate_size", "ffn_dim", "n_inner", default=4 * width)
-    experts = facts.number("num_experts_per_tok") * facts.number("moe_intermediate_size")
-    activations = STEP_TOKENS * (3 * max(feed, experts) + 6 * width) * number_bytes
-    return activations + LOGITS_COPIES * options.sequences * vocabulary * 4
+def _work_bytes(facts: Facts, options: FolderOptions, number_bytes: float) -> float:
+    logits = LOGITS_COPIES * options.sequences * facts.number("vocab_size")
+    return facts.step_numbers(STEP_TOKENS) * number_bytes + logits * 4

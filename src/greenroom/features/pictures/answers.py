@@ -21,7 +21,7 @@ from starlette.responses import Response, StreamingResponse
 from greenroom.access.keys import Permission
 from greenroom.api.declared import Routes, get
 from greenroom.base.detached import run_detached
-from greenroom.config.live import GatewayState
+from greenroom.config.part import GatewayState
 from greenroom.errors import BadRequest, EngineFault, NotFound, shown
 from greenroom.features.pictures.store import Picture, PictureStore
 from greenroom.http.body import Body, BodyBudget

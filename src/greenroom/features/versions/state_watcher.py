@@ -17,8 +17,7 @@ from typing import Final
 from greenroom.base.detached import run_detached
 from greenroom.base.repeated import Repeated
 from greenroom.config.diff import Changes
-from greenroom.config.live import GatewayState
-from greenroom.config.part import Apply, Part
+from greenroom.config.part import Apply, GatewayState, Part
 from greenroom.config.schema import Config
 from greenroom.errors import GreenroomError, UpdateInProgress
 from greenroom.features.versions.desired import DesiredState, read_state

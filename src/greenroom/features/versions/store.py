@@ -20,8 +20,7 @@ import msgspec
 from greenroom.base.detached import run_detached
 from greenroom.base.plain_file import replace_file, sync_folder
 from greenroom.config.diff import Changes
-from greenroom.config.live import GatewayState
-from greenroom.config.part import Apply, Part
+from greenroom.config.part import Apply, GatewayState, Part
 from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
 from greenroom.library.records import Version

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from greenroom.base.detached import run_detached
-from greenroom.config.live import GatewayState
+from greenroom.config.part import GatewayState
 from greenroom.core.model import Claim, DeviceId, ModelId, Move, SlotId, Tier
 from greenroom.core.view import SchedulerView
 from greenroom.errors import GreenroomError, OutsideRoots

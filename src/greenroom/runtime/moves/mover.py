@@ -14,13 +14,13 @@ import ssl
 
 import greenroom
 from greenroom.base.detached import run_detached
-from greenroom.config.live import GatewayState
+from greenroom.config.part import GatewayState
 from greenroom.config.problems import is_empty_folder
 from greenroom.config.schema import Remote
 from greenroom.config.sections.remotes import read_remote_key
 from greenroom.core.events import MoveDone
 from greenroom.core.model import Claim, Move, MoveId, MoveKind, Outcome, SlotId
-from greenroom.engines.base import ConnectedEngine
+from greenroom.engines.base import RemoteEngine
 from greenroom.errors import EngineMissing, GreenroomError, LoadFailed, LoadOutOfMemory, StoreDown, UnusableModel
 from greenroom.http.remote import RemoteEndpoint, RemoteLimits, RemotePool
 from greenroom.runtime.catalogue import Entry
@@ -155,7 +155,7 @@ class Mover:
     async def _bring(self, move: Move, entry: Entry) -> SeenMove:
         """Load or prepare a new slot, as its engine says."""
         engine = entry.engine
-        if isinstance(engine, ConnectedEngine):
+        if isinstance(engine, RemoteEngine):
             await self._remote.load(move, entry)
             return SeenMove()
         if entry.config.path is not None and is_empty_folder(entry.config.path):

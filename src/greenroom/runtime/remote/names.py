@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 from greenroom.config.kinds import id_problem
-from greenroom.config.live import GatewayState
+from greenroom.config.part import GatewayState
 from greenroom.config.schema import Model, Remote
 from greenroom.core.model import ModelId
 from greenroom.errors import BadRequest, NotAllowed, TooManyModels

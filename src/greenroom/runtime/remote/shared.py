@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from greenroom.base.redis_link import ANSWER_MAX_S, connected, store_fault
 from greenroom.base.repeated import Repeated
-from greenroom.config.live import GatewayState
+from greenroom.config.part import GatewayState
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.remote.spending import SharedSpending, Spending
 from greenroom.telemetry.logs import get_logger

@@ -198,8 +198,8 @@ def test_the_schema_is_printed_without_a_file(cli: Cli) -> None:
 def test_gpus_that_are_seen_are_the_budget(check: Check) -> None:
     fake_gpu.describe(check.file.parent / "gpus.json", fake_gpu.gpu("GPU-a", 24_000))
     assert "budget: GPU-a 24,000 MiB, host" in check("memory: {probe: file, file: gpus.json}\n").out
-    out = check("memory: {probe: file, file: none.json}\n").out
-    assert "warning: memory.probe: file does not work here" in out
+    out = check("memory: {probe: file, file: none.json}\n", status=1).out
+    assert "problem: memory.probe: file does not work here" in out
 
 
 def test_a_store_without_its_client_is_warned_of_with_what_to_type(
@@ -208,8 +208,8 @@ def test_a_store_without_its_client_is_warned_of_with_what_to_type(
     assert "leases.store" not in check(GOOD + "leases: {store: 'redis://127.0.0.1:6379'}\n").out
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "redis" else find(name))
-    out = check().out
-    assert "warning: leases.store: the Python client of Redis is not installed" in out
+    out = check(status=1).out
+    assert "problem: leases.store: the Python client of Redis is not installed" in out
     assert "-m pip install 'greenroom[redis]'" in out
     assert "leases.store" not in check(GOOD).out
 
@@ -218,8 +218,8 @@ def test_a_store_without_its_client_is_warned_of_with_what_to_type(
 def test_a_store_with_an_option_that_stops_the_start_is_warned_of(check: Check, section: str) -> None:
     address = "redis://:hunter2@127.0.0.1:6379/0"
     assert f"{section}.store" not in check(GOOD + f"{section}: {{store: '{address}?health_check_interval=5'}}\n").out
-    out = check(GOOD + f"{section}: {{store: '{address}?client_nmae=x'}}\n").out
-    assert f"warning: {section}.store: redis://127.0.0.1:6379/0 has an option behind ?" in out
+    out = check(GOOD + f"{section}: {{store: '{address}?client_nmae=x'}}\n", status=1).out
+    assert f"problem: {section}.store: redis://127.0.0.1:6379/0 has an option behind ?" in out
     assert "does not start" in out and "hunter2" not in out
 
 
@@ -271,10 +271,9 @@ def test_a_recording_with_which_the_start_would_fail_is_told(
     there = {Path(f"{path}{end}"): text for end, text in (("", content), (".1", kept)) if text is not None}
     for file, text in there.items():
         file.write_text(text)
-    said = check.json(f"{GOOD}server: {{record_activity: activity.csv}}\n")["warnings"]
-    warnings = [text for text in said if "record_activity" in text]
-    assert len(warnings) == (told is not None)
-    assert all(text.startswith(f"server.record_activity: {(told or '').format(path=path)}") for text in warnings)
+    said = check.json(f"{GOOD}server: {{record_activity: activity.csv}}\n", status=int(told is not None))["problems"]
+    assert len(said) == (told is not None)
+    assert all(text.startswith(f"server.record_activity: {(told or '').format(path=path)}") for text in said)
     assert {file: file.read_text() for file in path.parent.glob("activity*")} == there, "nothing is changed"
 
 

@@ -27,7 +27,8 @@ def configured(folder: Path, **sections: Any) -> str:
 def checked(folder: Path, cli: Cli, status: int = 0, **sections: Any) -> dict[str, Any]:
     """The result of `check --json`; `warnings` has what is wrong, whether it is an error or not."""
     result: dict[str, Any] = cli("check", configured(folder, **sections), "--json", status=status).json
-    return {"warnings": result.get("problems"), **result}
+    assert result["ok"] is (status == 0) is (not result["problems"])
+    return {**result, "warnings": [*result["problems"], *result.get("warnings", ())]}
 
 
 def test_keys_signers_and_quorums_are_shown(tmp_path: Path, cli: Cli) -> None:
@@ -66,7 +67,7 @@ def test_what_is_wrong_with_a_key_file_is_told(
     tmp_path: Path, cli: Cli, data: bytes | None, mode: int, told: str
 ) -> None:
     path = str(tmp_path / "none") if data is None else key_file(tmp_path, data, mode)
-    result = checked(tmp_path, cli, governance={"key_path": path})
+    result = checked(tmp_path, cli, 1, governance={"key_path": path})
     (warning,) = result["warnings"]
     assert warning.startswith("governance.key_path: ") and told in warning and "does not start" in warning
     assert result["governance"]["keys"][0]["id"] is None
@@ -84,7 +85,7 @@ def test_a_gateway_with_a_wrong_key_file_does_not_start(tmp_path: Path, mode: in
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_key_file_that_may_not_be_read_is_told(tmp_path: Path, cli: Cli) -> None:
-    result = checked(tmp_path, cli, governance={"key_path": key_file(tmp_path, mode=0)})
+    result = checked(tmp_path, cli, 1, governance={"key_path": key_file(tmp_path, mode=0)})
     assert "Permission denied" in result["warnings"][0]
 
 
@@ -101,7 +102,7 @@ def test_missing_packages_are_told_with_what_to_type(tmp_path: Path) -> None:
     file.write_text(json.dumps({"governance": {"key_path": str(tmp_path / "none"), "signers": PUBLIC}}))
     ran = subprocess.run([sys.executable, "-c", WITHOUT_PACKAGES, str(file)], capture_output=True, timeout=120)
     out = ran.stdout.decode()
-    assert ran.returncode == 0, ran.stderr.decode()
+    assert ran.returncode == 1, ran.stderr.decode()
     assert "pip install 'greenroom[governance]'" in out and "No such file" in out, "both are told at once"
 
 
@@ -158,13 +159,37 @@ def test_rules_without_keys_are_warned_of(tmp_path: Path, cli: Cli) -> None:
 # --- others -----------------------------------------------------------------------------------------------------------
 
 
-def test_one_port_for_both_is_warned_of(tmp_path: Path, cli: Cli) -> None:
-    result = checked(tmp_path, cli, server={"port": 9090, "metrics_port": 9090})
-    assert result["warnings"] == [
-        "server.metrics_port: 9090 is server.port too, so the gateway does not start; choose another"
-    ]
+def test_what_a_start_fails_at_is_an_error(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "file").touch()
+    result = checked(tmp_path, cli, 1, server={"port": 9090, "metrics_port": 9090}, state_dir=str(tmp_path / "file"))
+    assert (
+        result["problems"]
+        == result["warnings"]
+        == [
+            f"state_dir: {tmp_path}/file is no directory",
+            "server.metrics_port: 9090 is server.port too, so the gateway does not start; choose another",
+        ]
+    )
+    out = cli("check", tmp_path / "greenroom.yaml", status=1).out
+    assert f"problem: {result['problems'][0]}\n" in out and "does not start: see above" in out.splitlines()[-1]
     for server in ({"port": 0, "metrics_port": 0}, {"port": 9090, "metrics_port": 9090, "metrics": False}):
         assert checked(tmp_path, cli, server=server)["warnings"] == []
+
+
+def test_default_models_that_name_nothing_are_warned_of(tmp_path: Path, cli: Cli) -> None:
+    models = {"chat": {"cmd": "sh ${PORT}", "memory_mib": 1, "aliases": ["small"]}}
+    names = ("chat", "small", "coding", "cloud:any", "cloud", "gone", None)
+    sections: dict[str, Any] = {
+        "models": models,
+        "tasks": {"coding": {"candidates": ["chat"]}},
+        "remotes": {"cloud": {"base_url": "https://example.org"}},
+        "server": {"default_model": "gone"},
+        "profiles": {"all": {"keys": ["*"], "clients": {str(name): {"default_model": name} for name in names}}},
+    }
+    told = [text.partition(":")[0] for text in checked(tmp_path, cli, **sections)["warnings"]]
+    clients = [f"profiles.all.clients.{name}.default_model" for name in ("cloud", "gone")]
+    assert told == ["server.default_model", *clients]
+    assert checked(tmp_path, cli, **sections, model_roots=[str(tmp_path)])["warnings"] == []
 
 
 def test_waits_that_are_shorter_than_a_load_was_are_warned_of(tmp_path: Path, cli: Cli) -> None:

@@ -176,7 +176,7 @@ def greet(app):
 
 path = Path(sys.argv[1])
 config = loader.load(path).config
-sys.exit(serving.serve(serving.ServePlan(config.model_copy(update={"state_dir": sys.argv[2]}), path), greet))
+sys.exit(serving.serve(serving.ServePlan(config.model_copy(update={"state_dir": sys.argv[2]}), greet, path)))
 """
 
 

@@ -12,17 +12,7 @@ from typing import Any
 import pytest
 
 from greenroom.cli.commands import engines as engines_module
-from greenroom.cli.commands.engines import (
-    COMFYUI,
-    DIFFUSERS,
-    LLAMACPP,
-    TRANSFORMERS,
-    WHISPER,
-    InstalledPackages,
-    RequiredPackage,
-    ask_program,
-    ask_python,
-)
+from greenroom.cli.commands.engines import PACKAGES_OF, InstalledPackages, RequiredPackage, ask_program, ask_python
 from tests.cli.command import Cli
 from tests.config.test_plugins import install
 
@@ -177,7 +167,7 @@ def test_a_real_python_says_what_it_has() -> None:
 
 @pytest.mark.parametrize("says", ["", "hello", "[]", '{"python": 3}'])
 def test_what_does_not_answer_like_a_python_is_none(says: str, tmp_path: Path) -> None:
-    found = ask_python(str(program(tmp_path / "odd", says)), TRANSFORMERS)
+    found = ask_python(str(program(tmp_path / "odd", says)), PACKAGES_OF["transformers"])
     assert found.python is None and "does not answer like a Python" in str(found.why)
 
 
@@ -185,17 +175,14 @@ def test_one_that_hangs_is_not_waited_for_without_end(tmp_path: Path) -> None:
     path = tmp_path / "hangs"
     path.write_text("#!/bin/sh\nexec sleep 60\n")
     path.chmod(0o755)
-    assert ask_python(str(path), TRANSFORMERS, max_s=0.2).why is not None
+    assert ask_python(str(path), PACKAGES_OF["transformers"], max_s=0.2).why is not None
     assert ask_program(str(path), max_s=0.2) is None
 
 
 def test_the_extra_is_what_the_command_says_to_install() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert extras["transformers"] == [one.requirement for one in TRANSFORMERS]
-    assert extras["diffusers"] == [one.requirement for one in DIFFUSERS]
-    assert extras["whisper"] == [one.requirement for one in WHISPER]
-    assert extras["comfyui"] == [one.requirement for one in COMFYUI]
-    assert extras["llamacpp"] == [one.requirement for one in LLAMACPP]
+    for name, packages in PACKAGES_OF.items():
+        assert extras[name] == [one.requirement for one in packages]
 
 
 def test_an_engine_of_another_package_says_what_it_lacks(
