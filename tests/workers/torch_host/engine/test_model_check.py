@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from greenroom.workers.torch_host.control.line import Opening
 from greenroom.workers.torch_host.control.preparing import PreparedText, prepare
 from greenroom.workers.torch_host.control.resources import DeviceContext
 from greenroom.workers.torch_host.control.slot_options import SlotOptions
@@ -24,8 +25,8 @@ from greenroom.workers.torch_host.engine.prefix_cache import BlockPool
 from greenroom.workers.torch_host.engine.requests import PromptTooLong, Vectors
 from greenroom.workers.torch_host.failures import BadModel, OutOfMemory
 from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, register
-from greenroom.workers.torch_host.weights.device_weights import CopyRate
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
+from greenroom.workers.torch_host.weights.upload import CopyRate
 from tests.torch_python import bring_own_attention
 from tests.workers.torch_host.engine_rig import WAIT_S, FakeDeviceModel, Flat, ask, prompt, random_model, running, said
 from tests.workers.torch_host.families import CONTEXT, SEQUENCES, tiny_model
@@ -164,7 +165,7 @@ class Counted:
         order = SlotOptions("s", "m", folder, Path("unused"), device="cpu", cache_tokens=512, **more)
         around = DeviceContext(torch.device("cpu"), CopyRate(), on_fatal=lambda error, say: say())
         self._memory = os.memfd_create("arena")
-        self.made: PreparedText = prepare(order, self._memory, around, lambda share: None, threading.Event())
+        self.made: PreparedText = prepare(order, self._memory, around, Opening())
         self.forwards = 0
         self.made.weights.module.register_forward_pre_hook(self._count)
 

@@ -16,9 +16,9 @@ from greenroom.workers.torch_host.failures import DriverError, OutOfMemory
 from greenroom.workers.torch_host.weights.arena import HostArena, Layout, TensorPlace
 from greenroom.workers.torch_host.weights.device_memory import CudaArena
 from greenroom.workers.torch_host.weights.device_weights import Registration
-from greenroom.workers.torch_host.weights.fold import CHUNK_BYTES, ChunkTable, Unfolder
-from greenroom.workers.torch_host.weights.fold.fold import LANDING_CHUNKS, Fold
-from greenroom.workers.torch_host.weights.upload import WeightUpload
+from greenroom.workers.torch_host.weights.fold import CHUNK_BYTES, LANDING_CHUNKS, ChunkTable, Fold
+from greenroom.workers.torch_host.weights.unfolding import Unfolder
+from greenroom.workers.torch_host.weights.upload import CopyRate, WeightUpload
 
 Clock = Counter[int]
 
@@ -103,7 +103,7 @@ def upload_of(
     device.start = weights.data_ptr()
     unfolder = Unfolder(weights, size, device.unfold)
     driver: Any = device
-    made: Any = WeightUpload(driver, torch.device("cpu"), host, weights, lambda size, seconds: None, unfolder, wanted)
+    made: Any = WeightUpload(driver, torch.device("cpu"), host, weights, CopyRate(), unfolder, wanted)
     device.streams = {stream.cuda_stream: stream for stream in (made._copy_stream, made._unfold_stream)}
     device.unfolds_on = made._unfold_stream
     module = torch.nn.Module()

@@ -16,6 +16,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from ..failures import Failure, UnknownSlot, WorkCancelled, is_fatal, translated
@@ -30,7 +31,16 @@ SEND_TIMEOUT_S: Final = 30.0
 log = logging.getLogger(__name__)
 
 Fields = Mapping[str, Any]
-Progress = Callable[[float], None]
+
+
+@dataclass
+class Opening:
+    """One `open`, and whether its result is still wanted."""
+
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def report(self, share: float) -> None:
+        """This share of the work is done."""
 
 
 class SlotOperations(Protocol):
@@ -38,7 +48,7 @@ class SlotOperations(Protocol):
 
     def hello(self) -> Fields: ...
     def look(self) -> Fields: ...
-    def open(self, message: Fields, descriptor: int, progress: Progress, cancelled: threading.Event) -> Fields:
+    def open(self, message: Fields, descriptor: int, opening: Opening) -> Fields:
         """Takes ownership of the descriptor, whatever happens."""
 
     def wake(self, slot: str) -> Fields: ...
@@ -82,7 +92,7 @@ class ControlLine:
             message = json.loads(line)
             number, operation = message["id"], message["op"]
         except (ValueError, KeyError, TypeError):
-            self._send({"id": None, "ok": False, "kind": "failed", "message": "That is not a request."})
+            self.send({"id": None, "ok": False, "kind": "failed", "message": "That is not a request."})
             return
         # A file belongs to the next `open`, even if that fails.
         descriptor = self._files.popleft() if operation == "open" and self._files else None
@@ -96,9 +106,9 @@ class ControlLine:
     def _dispatch(self, number: Any, operation: str, message: Fields, descriptor: int | None) -> None:
         slots = self._slots
         if operation == "hello":
-            return self._send({"id": number, "ok": True, **slots.hello()})
+            return self.send({"id": number, "ok": True, **slots.hello()})
         if operation == "look":
-            return self._send({"id": number, "ok": True, **slots.look()})
+            return self.send({"id": number, "ok": True, **slots.look()})
         slot = message.get("slot")
         if not isinstance(slot, str):
             raise Failure(f"{operation} needs a slot.")
@@ -131,12 +141,11 @@ class ControlLine:
             raise Failure(f"slot {slot} is open already.")
         thread = self._threads[slot] = SlotThread(slot)
 
-        def report(share: float) -> None:
-            self._send({"id": number, "progress": round(share, 4)})
+        opening = _ReportedOpening(self, number, thread.cancelled)
 
         def work() -> Fields:
             try:
-                return self._slots.open(message, descriptor, report, thread.cancelled)
+                return self._slots.open(message, descriptor, opening)
             except BaseException:
                 with self._threads_lock:
                     # If a close has arrived meanwhile, it comes next in this thread and ends it.
@@ -161,7 +170,7 @@ class ControlLine:
     def _later(self, thread: SlotThread, number: Any, work: Callable[[], Fields]) -> None:
         def answer() -> None:
             try:
-                self._send({"id": number, "ok": True, **work()})
+                self.send({"id": number, "ok": True, **work()})
             except BaseException as error:
                 self._refuse(number, error)
 
@@ -177,15 +186,26 @@ class ControlLine:
         answer = {"id": number, "ok": False, "kind": failure.kind, "message": str(failure)}
         if is_fatal(error):
             # Only the operation that lost the device is answered. The gateway repeats the others in another worker.
-            self._slots.lost(error, lambda: self._send(answer))
+            self._slots.lost(error, lambda: self.send(answer))
         else:
-            self._send(answer)
+            self.send(answer)
 
-    def _send(self, message: Fields) -> None:
+    def send(self, message: Fields) -> None:
         line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
         # A gateway that has hung up needs no answer; `serve` notices by itself.
         with self._sending, contextlib.suppress(OSError):
             self._connection.sendall(line)
+
+
+class _ReportedOpening(Opening):
+    """Reports to the gateway, under the number of its request."""
+
+    def __init__(self, line: ControlLine, number: Any, cancelled: threading.Event) -> None:
+        super().__init__(cancelled)
+        self._line, self._number = line, number
+
+    def report(self, share: float) -> None:
+        self._line.send({"id": self._number, "progress": round(share, 4)})
 
 
 def listen(path: str) -> socket.socket:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,9 @@ from ..failures import OnFatal
 from ..sandbox.pool import SandboxPool
 from ..sandbox.schema_trials import SCHEMAS, SchemaTrials
 from ..text.templates import TEMPLATES
-from ..weights.device_weights import CopyRate, DeviceWeights
+from ..weights.device_weights import DeviceWeights
+from ..weights.upload import CopyRate
+from .line import Opening
 from .slot_options import SlotOptions
 
 DEVICES = Path("/sys/bus/pci/devices")
@@ -119,9 +120,9 @@ class PreparedModel(Protocol):
         """Release everything, engine first."""
 
 
-Prepare = Callable[[SlotOptions, int, DeviceContext, Callable[[float], None], threading.Event], PreparedModel]
+Prepare = Callable[[SlotOptions, int, DeviceContext, Opening], PreparedModel]
 """Fills or adopts the arena behind a memfd and builds what a wake needs. Raises what its parts raise; then nothing is
-left. Gets the options, the memfd, the device, a function to report progress to, and an event that cancels it."""
+left."""
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -20,24 +20,7 @@ from .arena import HostArena
 from .building import bind, state_of
 from .device_memory import BorrowedArena, CudaArena, DeviceArena, Driver, PrivateArena, Span, driver
 from .fold import CHUNK_BYTES
-from .upload import WeightUpload
-
-# Bytes per second assumed until the first wake is timed: PCIe 4.0 in practice.
-RATE_UNKNOWN: Final = 20e9
-
-
-class CopyRate:
-    """The rate of the last upload in this process. Predicts the next one."""
-
-    def __init__(self) -> None:
-        self._rate = RATE_UNKNOWN
-
-    def expected_s(self, size: int) -> float:
-        return size / self._rate
-
-    def record(self, size: int, seconds: float) -> None:
-        if size > 0 and seconds > 0:
-            self._rate = size / seconds
+from .upload import CopyRate, WeightUpload
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +191,7 @@ class DevicePart:
             # The kernel that unfolds is tried on the current device.
             with torch.cuda.device(device):
                 card, flat = driver(device.index or 0), self.arena.tensor
-                self.upload = WeightUpload(card, device, host, flat, copy_rate.record, wanted=wanted)
+                self.upload = WeightUpload(card, device, host, flat, copy_rate, wanted=wanted)
         except BaseException:
             self.arena.close()
             raise

@@ -8,14 +8,32 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Final
 
 import torch
 
 from .arena import HostArena
 from .device_memory import Driver
-from .fold import CHUNK_BYTES, Chunk, Unfolder
+from .fold import CHUNK_BYTES, Chunk
+from .unfolding import Unfolder
+
+# Bytes per second assumed until the first wake is timed: PCIe 4.0 in practice.
+RATE_UNKNOWN: Final = 20e9
+
+
+class CopyRate:
+    """The rate of the last upload in this process. Predicts the next one."""
+
+    def __init__(self) -> None:
+        self._rate = RATE_UNKNOWN
+
+    def expected_s(self, size: int) -> float:
+        return size / self._rate
+
+    def record(self, size: int, seconds: float) -> None:
+        if size > 0 and seconds > 0:
+            self._rate = size / seconds
 
 
 class WeightUpload:
@@ -27,13 +45,12 @@ class WeightUpload:
         device: torch.device,
         host: HostArena,
         weights: torch.Tensor,
-        on_complete: Callable[[int, float], None],
+        copy_rate: CopyRate,
         unfolder: Unfolder | None = None,
         wanted: Collection[int] | None = None,
     ) -> None:
-        """`on_complete` gets the bytes and seconds of every upload, from a thread of its own. `wanted` are the numbers
-        of the chunks that this device needs; None: all of them."""
-        self._driver, self._device, self._on_complete = driver, device, on_complete
+        """`wanted` are the numbers of the chunks that this device needs; None: all of them."""
+        self._driver, self._device, self._copy_rate = driver, device, copy_rate
         self._host, self._weights = host, weights
         self._unfolder = unfolder or Unfolder(weights, host.layout.bytes)
         self._wanted = wanted
@@ -125,7 +142,7 @@ class WeightUpload:
             with torch.cuda.device(self._device):
                 self._last.synchronize()
                 self.seconds = self._begun.elapsed_time(self._last) / 1000
-            self._on_complete(self.bytes, self.seconds)
+            self._copy_rate.record(self.bytes, self.seconds)
         except RuntimeError:
             # The device is lost. The next computation fails with that; here, waiting threads must be released.
             self.seconds = time.monotonic() - started

@@ -75,7 +75,7 @@ def unfold_plainly(folded: torch.Tensor, target: torch.Tensor, fold: Fold) -> No
 def unfolder(device: torch.device) -> Unfold:
     """The fastest function that works on this device."""
     try:
-        from .unfold_kernel import unfold
+        from ..kernels.triton_kernels import unfold
 
         folded, fold = _sample(device)
         wanted, found = (torch.zeros(TRY_NUMBERS, dtype=torch.int16, device=device) for _ in range(2))
