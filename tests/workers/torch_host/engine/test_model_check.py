@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,13 +16,13 @@ from greenroom.workers.torch_host.control.line import Opening
 from greenroom.workers.torch_host.control.preparing import PreparedText, prepare
 from greenroom.workers.torch_host.control.resources import DeviceContext
 from greenroom.workers.torch_host.control.slot_options import SlotOptions
+from greenroom.workers.torch_host.engine.block_manager import PrefixCache
 from greenroom.workers.torch_host.engine.embedding import TOKENS_MAX, group_by_length
 from greenroom.workers.torch_host.engine.engine_loop import EngineLoop, EngineSizes
 from greenroom.workers.torch_host.engine.model_check import ModelCheck
 from greenroom.workers.torch_host.engine.model_shape import BLOCK_TOKENS, LayerShape, blocks_for, kv_bytes, layer_shapes
-from greenroom.workers.torch_host.engine.prefix_cache import BlockPool
 from greenroom.workers.torch_host.engine.requests import PromptTooLong, Vectors
-from greenroom.workers.torch_host.failures import BadModel, OutOfMemory
+from greenroom.workers.torch_host.failures import BadModel, Failure, OutOfMemory
 from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, register
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from greenroom.workers.torch_host.weights.upload import CopyRate
@@ -264,19 +263,14 @@ def test_kv_bytes_count_tokens_layers_and_the_scratch_block() -> None:
 
 
 def test_blocks_are_numbers_taken_once_and_given_back() -> None:
-    blocks = BlockPool(100)
+    blocks = PrefixCache(100, 1)
     taken = blocks.take(7)
     assert sorted(taken) == [1, 2, 3, 4, 5, 6, 7]
-    assert blocks.free == 0
+    assert blocks.available == 0
     blocks.give(taken[:3])
     assert sorted(blocks.take(3)) == sorted(taken[:3])
     blocks.clear()
-    assert blocks.free == blocks.total == 7
-
-
-def test_a_block_more_than_there_are_is_a_mistake_of_ours() -> None:
-    with pytest.raises(AssertionError):
-        BlockPool(16).take(2)
+    assert blocks.available == blocks.total == 7
 
 
 def test_blocks_for_rounds_up() -> None:
@@ -287,41 +281,32 @@ MEAN = SentenceConfig()
 INPUTS = [prompt(length) for length in (9, 3, 30, 9, 17)]
 
 
-def embedded(engine: EngineLoop, inputs: list[list[int]], skipped: list[int] | None = None) -> Vectors | Exception:
-    results: list[Vectors | Exception] = []
-    done = threading.Event()
-
-    def on_done(result: Vectors | Exception) -> None:
-        results.append(result)
-        done.set()
-
-    engine.embed(inputs, on_done, skipped)
-    assert done.wait(WAIT_S)
-    assert len(results) == 1
-    return results[0]
+def embedded(engine: EngineLoop, inputs: list[list[int]], skipped: list[int] | None = None) -> Vectors:
+    return engine.embed(inputs, skipped or [0] * len(inputs)).result(WAIT_S)
 
 
 def test_a_model_embeds_or_writes_text_and_says_which() -> None:
     with running(random_model("bert"), cache_tokens=0, sentence=MEAN) as engine, pytest.raises(PromptTooLong):
         engine.submit(ask(prompt(3))[0])
-    with running(random_model("llama")) as engine:
-        assert isinstance(embedded(engine, INPUTS), PromptTooLong)
+    with running(random_model("llama")) as engine, pytest.raises(PromptTooLong):
+        embedded(engine, INPUTS)
 
 
 def test_an_input_too_long_or_empty_is_said_and_not_computed() -> None:
     with running(random_model("bert"), cache_tokens=0, context=64, sentence=MEAN) as engine:
-        assert isinstance(embedded(engine, [prompt(65)]), PromptTooLong)
-        assert isinstance(embedded(engine, [prompt(5), []]), PromptTooLong)
-        assert isinstance(embedded(engine, []), PromptTooLong)
+        for inputs in ([prompt(65)], [prompt(5), []], []):
+            with pytest.raises(PromptTooLong):
+                embedded(engine, inputs)
 
 
 def test_a_failure_reaches_its_request_and_the_next_is_served() -> None:
     model = random_model("bert")
     with running(model, cache_tokens=0, sentence=MEAN) as engine:
         broken = model.register_forward_pre_hook(lambda *_: 1 / 0)
-        assert isinstance(embedded(engine, INPUTS), Exception)
+        with pytest.raises(Failure):
+            embedded(engine, INPUTS)
         broken.remove()
-        assert isinstance(embedded(engine, INPUTS), list)
+        assert len(embedded(engine, INPUTS)) == len(INPUTS)
         assert engine.in_flight == 0
 
 
@@ -329,7 +314,6 @@ def test_a_prompt_that_is_all_of_an_input_leaves_its_last_token() -> None:
     with running(random_model("bert"), cache_tokens=0, sentence=SentenceConfig(pooling=("max",))) as engine:
         vectors = embedded(engine, [prompt(5), prompt(3)], [9, 0])
         last = embedded(engine, [prompt(5)], [4])
-    assert isinstance(vectors, list) and isinstance(last, list)
     assert vectors[0] == pytest.approx(last[0], abs=1e-4)
 
 

@@ -23,7 +23,7 @@ from .block_manager import BlockManager
 from .model_shape import BLOCK_TOKENS
 from .requests import EndReason, GenerationRequest
 from .runner import DecodeRow, ModelRunner, PrefillChunk
-from .sampling import BatchSampler, PendingTokens, filled_masks
+from .sampling import BatchSampler, PendingTokens, open_masks
 from .sequence import Sequence
 
 log = logging.getLogger(__name__)
@@ -372,15 +372,13 @@ class BatchScheduler:
         self._drop_ended()
 
     def _masks(self, sequences: list[Sequence], logits: torch.Tensor) -> torch.Tensor:
-        def fill(row: int, mask: torch.Tensor) -> None:
-            sequence = sequences[row]
+        masks = open_masks(len(sequences), logits.shape[-1], logits.is_cuda)
+        for sequence, mask in zip(sequences, masks, strict=True):
             if sequence.is_ended or sequence.request.constraint is None:
-                return
+                continue
             try:
                 sequence.request.constraint.fill(mask)
             except Exception as error:  # Foreign code: its failure ends this answer and no other.
                 mask.fill_(-1)
                 sequence.end("error", f"the output constraint failed: {translated(error)}")
-
-        masks = filled_masks([one.sampler for one in sequences], logits.shape[-1], fill, logits.is_cuda)
         return masks.to(logits.device, non_blocking=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ..failures import Failure, OnFatal, OutOfMemory, is_fatal, told
@@ -36,8 +37,8 @@ class EmbeddingJob:
 
     inputs: Sequence[Sequence[int]]
     skipped: Sequence[int]
-    done: Callable[[Vectors | Exception], None]
-    groups: list[list[int]] = field(default_factory=list)
+    groups: list[list[int]]
+    done: Future[Vectors] = field(default_factory=Future)
     found: dict[int, list[float]] = field(default_factory=dict)
 
 
@@ -132,34 +133,22 @@ class EngineLoop(ModelThread):
                 f"Tokens {min(tokens)} to {max(tokens)} were asked for; the model's weights have 0 to {count - 1}."
             )
 
-    def embed(
-        self,
-        inputs: Sequence[Sequence[int]],
-        done: Callable[[Vectors | Exception], None],
-        skipped: Sequence[int] | None = None,
-    ) -> None:
+    def embed(self, inputs: Sequence[Sequence[int]], skipped: Sequence[int]) -> Future[Vectors]:
         if self._embedder is None:
-            done(PromptTooLong("This model writes text; it makes no embeddings."))
-            return
+            raise PromptTooLong("This model writes text; it makes no embeddings.")
         longest = max((len(one) for one in inputs), default=0)
         if not inputs or longest > self.context or not all(inputs):
-            done(
-                PromptTooLong(
-                    f"An input has {longest:,} tokens; each must have at least one and at most {self.context:,}."
-                )
+            raise PromptTooLong(
+                f"An input has {longest:,} tokens; each must have at least one and at most {self.context:,}."
             )
-            return
-        try:
-            self._check_known([token for one in inputs for token in (min(one), max(one))], self.limits.tokens)
-        except UnknownToken as error:
-            done(error)
-            return
+        self._check_known([token for one in inputs for token in (min(one), max(one))], self.limits.tokens)
+        job = EmbeddingJob(inputs, skipped, group_by_length(inputs, self._embedder.pads))
         with self._condition:
             self._check_open()
-            skips = [0] * len(inputs) if skipped is None else skipped
-            self._jobs.append(EmbeddingJob(inputs, skips, done, group_by_length(inputs, self._embedder.pads)))
+            self._jobs.append(job)
             self._in_flight += 1
             self._condition.notify_all()
+        return job.done
 
     def flush(self, tenant: str | None, tag: str | None) -> tuple[int, int]:
         return self._block_manager.flush(tenant, tag)
@@ -251,10 +240,13 @@ class EngineLoop(ModelThread):
         with self._condition:
             self._jobs.remove(job)
         self._on_sequence_end()
-        try:
-            job.done(result)
-        except Exception:
-            log.exception("no request took the embeddings")
+        # False if the caller left.
+        if not job.done.set_running_or_notify_cancel():
+            return
+        if isinstance(result, Exception):
+            job.done.set_exception(result)
+        else:
+            job.done.set_result(result)
 
     def _switch(self, *, awake: bool) -> None:
         if self._runner is not None and awake:
