@@ -22,7 +22,7 @@ from ..engine.model_shape import kv_bytes, text_config
 from ..kernels.attention import IMPLEMENTATION, register
 from ..text.tokens import TextCodec
 from ..weights.arena import HostArena
-from ..weights.building import BuildOptions, call_foreign, gguf_in
+from ..weights.building import BuildOptions, foreign_code, gguf_in
 from ..weights.device_memory import driver
 from ..weights.device_weights import DeviceWeights
 from ..weights.loading import TextModel, load
@@ -148,9 +148,8 @@ class _Background(LoadContext):
 
     def _load_text(self) -> TextCodec:
         options = self._options
-        text: TextCodec = call_foreign(
-            options.folder, lambda: TextCodec.load(options.folder, options.trust_remote_code, options.gguf_file)
-        )
+        with foreign_code(options.folder):
+            text = TextCodec.load(options.folder, options.trust_remote_code, options.gguf_file)
         if self._order.chat_template is not None:
             text.use_template(self._order.chat_template)
         if options.sentence is not None:
