@@ -104,8 +104,8 @@ def _is_restored(folder: Path) -> bool:
         part = DevicePart(GPU, [name], loaded.arena, CopyRate())
         part.bind(loaded.module)
         part.arena.map()
-        part.begin(component)
         assert part.upload is not None
+        part.upload.begin(component)
         part.upload.wait_for_weights()
         part.upload.finish()
         names = [key for key in loaded.arena.layout.places if key.startswith(f"{name}.")]

@@ -29,8 +29,7 @@ from greenroom.workers.torch_host.weights.device_memory import CudaArena, driver
 from greenroom.workers.torch_host.weights.device_weights import DeviceWeights, Registration
 from greenroom.workers.torch_host.weights.fold import CHUNK_BYTES, ChunkTable
 from greenroom.workers.torch_host.weights.folding import Folding
-from greenroom.workers.torch_host.weights.unfolding import unfold_plainly, unfolder
-from greenroom.workers.torch_host.weights.upload import CopyRate
+from greenroom.workers.torch_host.weights.upload import CopyRate, unfold_plainly, unfolder
 from tests.workers.torch_host.samples import tiny
 from tests.workers.torch_host.worker_rig import WorkerRig
 

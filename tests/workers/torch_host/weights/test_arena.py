@@ -168,7 +168,7 @@ def test_blocks_wait_as_a_whole_and_what_is_around_them_for_itself() -> None:
     model.body = torch.nn.Module()
     model.body.layers = torch.nn.ModuleList([block, block])
     model.head = torch.nn.Linear(2, 4)
-    found = [(part.module, part.owns_all) for part in hooked_modules(model)]
+    found = list(hooked_modules(model))
     expected = [(model, False), (model.embed, False), (model.body, False), (block, True), (block, True)]
     assert found == [*expected, (model.head, False)]
 

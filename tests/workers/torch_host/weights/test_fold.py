@@ -35,7 +35,7 @@ from greenroom.workers.torch_host.weights.fold import (
 from greenroom.workers.torch_host.weights.folding import PROCESSES_MAX, Folding, FoldingFailed, FoldSettings
 from greenroom.workers.torch_host.weights.loading import TextModel
 from greenroom.workers.torch_host.weights.reading import LoadContext
-from greenroom.workers.torch_host.weights.unfolding import Unfolder, landing_index, unfold_plainly, unfolder
+from greenroom.workers.torch_host.weights.upload import Unfolder, landing_index, unfold_plainly, unfolder
 from tests.waiting import until_now
 from tests.workers.torch_host.samples import tiny
 

@@ -35,7 +35,6 @@ class PrefixCache:
         self._free = list(range(self.total, SCRATCH_BLOCK, -1))
         self._roots.clear()
         self._unused.clear()
-        self.entries = 0
 
     @property
     def available(self) -> int:
@@ -83,7 +82,6 @@ class PrefixCache:
             if key in children:
                 break
             parent = children[key] = CachedBlock(owner, block, parent, key, users=1)
-            self.entries += 1
             added.append(parent)
         return added
 
@@ -111,7 +109,6 @@ class PrefixCache:
     def _remove(self, node: CachedBlock) -> None:
         node.is_reachable = False
         node.children = {}
-        self.entries -= 1
         if node.users == 0:
             del self._unused[id(node)]
             self._free.append(node.block)
@@ -127,7 +124,6 @@ class PrefixCache:
         del siblings[node.key]
         if node.parent is None and not siblings:
             del self._roots[node.owner]
-        self.entries -= 1
 
 
 class BlockManager:

@@ -43,15 +43,6 @@ class EmbeddingJob:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters of one engine since it was built, and the blocks that can be allocated now."""
-
-    computed_tokens: int
-    preempted: int
-    available_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
 class EngineSizes:
     """Tokens that fit into the KV memory, sequences in one step, tokens of one sequence, and limits of a prefill."""
 
@@ -165,13 +156,6 @@ class EngineLoop(ModelThread):
     @property
     def kv_bytes(self) -> int | None:
         return None if self._runner is None else self._block_manager.size_bytes
-
-    @property
-    def stats(self) -> EngineStats:
-        computed, preempted = (0, 0)
-        if self._scheduler is not None:
-            computed, preempted = self._scheduler.computed_tokens, self._scheduler.preempted
-        return EngineStats(computed, preempted, self._block_manager.available)
 
     # --- the thread -------------------------------------------------------------------------------------------------
 

@@ -297,7 +297,6 @@ class DecodeInputs:
     def __init__(self, batch_max: int, width_max: int, device: torch.device) -> None:
         self._device = device
         self._is_cuda = device.type == "cuda"
-        self.width_max = width_max
         # Token, position and increment of the position, in one tensor: one upload for all three.
         self._state = torch.zeros((3, batch_max), dtype=torch.long, device=device)
         self._table = torch.full((batch_max, width_max), SCRATCH_BLOCK, dtype=torch.int32, device=device)

@@ -105,19 +105,6 @@ def stores_in(
     return tuple(stores)
 
 
-def store_of(stores: Sequence[LayerKV], layer: int | None, key: torch.Tensor, value: torch.Tensor) -> LayerKV:
-    """The KV view of this layer. Raises BadModel if the shapes differ from the configuration."""
-    if layer is None or not 0 <= layer < len(stores):
-        raise BadModel(f"a layer with number {layer} attends, but the configuration speaks of {len(stores)} layers.")
-    store = stores[layer]
-    if (key.shape[1], key.shape[3]) != store.key.shape[1:] or (value.shape[1], value.shape[3]) != store.value.shape[1:]:
-        raise BadModel(
-            f"layer {layer} has keys of {key.shape[1]} heads of {key.shape[3]} and values of {value.shape[1]} heads of "
-            f"{value.shape[3]}, which is not what the configuration says."
-        )
-    return store
-
-
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -2,7 +2,7 @@
 
 Owns the kernels and their launches. Decode attention cuts each row into parts, so one long sequence keeps the whole
 device busy; a second kernel joins the parts. Imported only where there is a CUDA device and Triton; `attention.py`,
-`rope.py` and `weights/unfolding.py` decide where they are used.
+`rope.py` and `weights/upload.py` decide where they are used.
 """
 
 # Arguments of kernels are pointers and numbers on the device, which Python's types cannot express.

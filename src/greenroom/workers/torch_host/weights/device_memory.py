@@ -222,7 +222,14 @@ class CudaArena:
         except OutOfMemory:
             # Torch's cache may hold enough.
             torch.cuda.empty_cache()
-            self._map_or_explain()
+            try:
+                self._map()
+            except OutOfMemory:
+                free, total = self._driver.memory()
+                raise OutOfMemory(
+                    f"the GPU has {free:,} of {total:,} bytes free and {self.size:,} are needed in one piece."
+                    " Let another model sleep, or lower ctx_size or cache_tokens."
+                ) from None
         self.is_mapped = True
 
     def unmap(self) -> None:
@@ -253,16 +260,6 @@ class CudaArena:
         while self._handles:
             start, length = spans.pop()
             self._driver.unmap(self.address + start, length, self._handles.pop())
-
-    def _map_or_explain(self) -> None:
-        try:
-            self._map()
-        except OutOfMemory:
-            free, total = self._driver.memory()
-            raise OutOfMemory(
-                f"the GPU has {free:,} of {total:,} bytes free and {self.size:,} are needed in one piece."
-                " Let another model sleep, or lower ctx_size or cache_tokens."
-            ) from None
 
     def _tensor(self) -> torch.Tensor:
         """A tensor over all addresses. Torch asks the driver about the first one, so it is mapped for the moment."""
