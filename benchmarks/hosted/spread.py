@@ -23,9 +23,8 @@ import numpy
 import torch
 
 from benchmarks.hosted.pipelines import SDXL, TINY, make_pipelines
-from greenroom.workers.torch_host.control.line import Opening
 from greenroom.workers.torch_host.control.resources import DeviceContext
-from greenroom.workers.torch_host.control.slot_options import SlotOptions
+from greenroom.workers.torch_host.control.slot_options import Opening, SlotOptions
 from greenroom.workers.torch_host.images.pipeline import PipelineSource
 from greenroom.workers.torch_host.images.pipeline_files import read_pipeline
 from greenroom.workers.torch_host.images.preparing import PreparedPipeline, prepare

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from greenroom.workers.torch_host.control.line import LINE_MAX_BYTES, ControlLine, Opening, bound, listen
+from greenroom.workers.torch_host.control.line import LINE_MAX_BYTES, ControlLine, bound, listen
+from greenroom.workers.torch_host.control.slot_options import Opening
 from greenroom.workers.torch_host.failures import BadModel, OutOfMemory, WorkCancelled
 
 DEADLINE_S = 60.0

@@ -16,10 +16,9 @@ import torch
 
 from greenroom.workers.serving.http import HttpServer
 from greenroom.workers.torch_host.control import preparing
-from greenroom.workers.torch_host.control.line import Opening
 from greenroom.workers.torch_host.control.preparing import PreparedText, prepare
 from greenroom.workers.torch_host.control.resources import DeviceContext, SlotEngine, WorkerResources
-from greenroom.workers.torch_host.control.slot_options import SlotOptions
+from greenroom.workers.torch_host.control.slot_options import Opening, SlotOptions
 from greenroom.workers.torch_host.control.slots import WorkerSlot
 from greenroom.workers.torch_host.failures import BadModel, Failure, Stuck, is_fatal
 from greenroom.workers.torch_host.text.tokens import TextCodec

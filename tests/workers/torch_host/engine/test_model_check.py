@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from greenroom.workers.torch_host.control.line import Opening
 from greenroom.workers.torch_host.control.preparing import PreparedText, prepare
 from greenroom.workers.torch_host.control.resources import DeviceContext
-from greenroom.workers.torch_host.control.slot_options import SlotOptions
+from greenroom.workers.torch_host.control.slot_options import Opening, SlotOptions
 from greenroom.workers.torch_host.engine.block_manager import PrefixCache
 from greenroom.workers.torch_host.engine.embedding import TOKENS_MAX, group_by_length
 from greenroom.workers.torch_host.engine.engine_loop import EngineLoop, EngineSizes

@@ -17,9 +17,8 @@ import pytest
 import torch
 from PIL import Image
 
-from greenroom.workers.torch_host.control.line import Opening
 from greenroom.workers.torch_host.control.resources import DeviceContext
-from greenroom.workers.torch_host.control.slot_options import SlotOptions
+from greenroom.workers.torch_host.control.slot_options import Opening, SlotOptions
 from greenroom.workers.torch_host.failures import OutOfMemory
 from greenroom.workers.torch_host.images import preparing
 from greenroom.workers.torch_host.images.preparing import PreparedPipeline, prepare

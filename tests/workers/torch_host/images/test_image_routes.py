@@ -21,9 +21,8 @@ from PIL import Image
 
 from greenroom.workers.serving.errors import ApiError
 from greenroom.workers.serving.forms import Form
-from greenroom.workers.torch_host.control.line import Opening
 from greenroom.workers.torch_host.control.resources import DeviceContext
-from greenroom.workers.torch_host.control.slot_options import SlotOptions
+from greenroom.workers.torch_host.control.slot_options import Opening, SlotOptions
 from greenroom.workers.torch_host.images.image_fields import PIXELS_MAX, read_edit, read_generation
 from greenroom.workers.torch_host.images.image_routes import serve_images
 from greenroom.workers.torch_host.images.preparing import PreparedPipeline, prepare

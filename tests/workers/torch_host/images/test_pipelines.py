@@ -18,9 +18,8 @@ import pytest
 import torch
 from PIL import Image
 
-from greenroom.workers.torch_host.control.line import Opening
 from greenroom.workers.torch_host.control.resources import DeviceContext
-from greenroom.workers.torch_host.control.slot_options import SlotOptions
+from greenroom.workers.torch_host.control.slot_options import Opening, SlotOptions
 from greenroom.workers.torch_host.failures import BadModel, Failure, OutOfMemory, WorkCancelled
 from greenroom.workers.torch_host.images import image_engine
 from greenroom.workers.torch_host.images.image_engine import ImageEngine, ImageJob

@@ -1,7 +1,8 @@
 """The control line from the gateway to this worker: one JSON object a line, answers in any order, files as SCM_RIGHTS.
 
-Owns the connection, the framing and the dispatch to `SlotOperations`. Operations of one slot run in the order of their
-arrival, those of different slots in parallel. Independent of what operations do. Read `ControlLine.serve` first.
+Owns the connection, the framing and the dispatch to the `SlotTable`. Operations of one slot run in that slot's own
+thread, in the order of their arrival. Independent of what operations do, and never imports torch. Read
+`ControlLine.serve` first.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from ..failures import Failure, UnknownSlot, WorkCancelled, is_fatal, translated
+from .slot_options import Opening
+
+if TYPE_CHECKING:
+    from .slots import SlotTable
 
 LINE_MAX_BYTES: Final = 2**20
 READ_BYTES: Final = 2**16
@@ -33,34 +37,8 @@ log = logging.getLogger(__name__)
 Fields = Mapping[str, Any]
 
 
-@dataclass
-class Opening:
-    """One `open`, and whether its result is still wanted."""
-
-    cancelled: threading.Event = field(default_factory=threading.Event)
-
-    def report(self, share: float) -> None:
-        """This share of the work is done."""
-
-
-class SlotOperations(Protocol):
-    """What the gateway may ask for. Methods with a slot are called in that slot's own thread."""
-
-    def hello(self) -> Fields: ...
-    def look(self) -> Fields: ...
-    def open(self, message: Fields, descriptor: int, opening: Opening) -> Fields:
-        """Takes ownership of the descriptor, whatever happens."""
-
-    def wake(self, slot: str) -> Fields: ...
-    def sleep(self, slot: str) -> Fields: ...
-    def flush(self, slot: str, tenant: str | None, tag: str | None) -> Fields: ...
-    def close(self, slot: str) -> Fields: ...
-    def lost(self, error: BaseException, say: Callable[[], None]) -> None:
-        """The device cannot be used any more: end this process, after `say` if this caller caused it."""
-
-
 class ControlLine:
-    def __init__(self, connection: socket.socket, slots: SlotOperations) -> None:
+    def __init__(self, connection: socket.socket, slots: SlotTable) -> None:
         self._connection, self._slots = connection, slots
         self._threads: dict[str, SlotThread] = {}
         self._files: deque[int] = deque()

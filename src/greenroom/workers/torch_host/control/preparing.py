@@ -26,11 +26,9 @@ from ..weights.building import BuildOptions, foreign_code, gguf_in
 from ..weights.device_memory import driver
 from ..weights.device_weights import DeviceWeights
 from ..weights.loading import TextModel, load
-from ..weights.reading import LoadContext
 from ..weights.sentence_config import SentenceConfig, read_sentence_config
-from .line import Opening
-from .resources import DeviceContext, WorkerResources, settle_near
-from .slot_options import CACHE_CONTEXTS, SlotOptions
+from .resources import DeviceContext, SlotLoad, WorkerResources
+from .slot_options import CACHE_CONTEXTS, Opening, SlotOptions
 
 # The context where neither the configuration nor the model states one.
 CONTEXT_UNKNOWN: Final = 2048
@@ -80,7 +78,7 @@ def prepare(order: SlotOptions, descriptor: int, device_context: DeviceContext, 
             raise
 
 
-class _Background(LoadContext):
+class _Background(SlotLoad):
     """The parts of one model that are built in other threads while its weights are read."""
 
     def __init__(
@@ -91,11 +89,8 @@ class _Background(LoadContext):
         threads: ThreadPoolExecutor,
         opening: Opening,
     ) -> None:
-        # A CPU computes with the arena itself; a GPU gets a copy, which is faster if it is smaller.
-        folds = device_context.device.type == "cuda"
-        super().__init__(order.arena_max_bytes, order.host_free_bytes, folds, cancelled=opening.cancelled)
+        super().__init__(order, device_context, opening)
         self._order, self._options, self._device_context, self._threads = order, options, device_context, threads
-        self._opening = opening
         self._module: torch.nn.Module | None = None
         self._arena: HostArena | None = None
         self._text: Future[TextCodec] | None = None
@@ -104,12 +99,6 @@ class _Background(LoadContext):
         if device_context.device.type == "cuda":
             # Takes half a second. Unlike torch's call, this one releases the interpreter lock.
             self._context = threads.submit(driver, device_context.device.index or 0)
-
-    def on_progress(self, share: float) -> None:
-        self._opening.report(share)
-
-    def on_thread(self) -> None:
-        settle_near(self._device_context.device)
 
     def on_built(self, module: torch.nn.Module, arena: HostArena) -> None:
         self._module, self._arena = module, arena

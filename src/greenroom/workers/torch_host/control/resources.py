@@ -21,9 +21,9 @@ from ..sandbox.pool import SandboxPool
 from ..sandbox.schema_trials import SCHEMAS, SchemaTrials
 from ..text.templates import TEMPLATES
 from ..weights.device_weights import DeviceWeights
+from ..weights.reading import LoadContext
 from ..weights.upload import CopyRate
-from .line import Opening
-from .slot_options import SlotOptions
+from .slot_options import Opening, SlotOptions
 
 DEVICES = Path("/sys/bus/pci/devices")
 NODES = Path("/sys/devices/system/node")
@@ -71,6 +71,22 @@ def numbers_in(text: str) -> set[int]:
         first, _, last = part.partition("-")
         found.update(range(int(first), int(last or first) + 1))
     return found
+
+
+class SlotLoad(LoadContext):
+    """The load of one slot: reports to the gateway, and reads near the device."""
+
+    def __init__(self, order: SlotOptions, device_context: DeviceContext, opening: Opening) -> None:
+        # A CPU computes with the arena itself; a GPU gets a copy, which is faster if it is smaller.
+        folds = all(device.type == "cuda" for device in device_context.devices)
+        super().__init__(order.arena_max_bytes, order.host_free_bytes, folds, cancelled=opening.cancelled)
+        self._device, self._opening = device_context.device, opening
+
+    def on_progress(self, share: float) -> None:
+        self._opening.report(share)
+
+    def on_thread(self) -> None:
+        settle_near(self._device)
 
 
 # A loop that does not get to open or close a socket for this long is stuck.

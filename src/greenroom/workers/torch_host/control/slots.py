@@ -19,9 +19,8 @@ import torch
 from ...serving.http import HttpServer
 from ..failures import POISONED_EXIT, BadModel, Stuck, UnknownSlot, WorkCancelled
 from ..weights.device_weights import DeviceWeights
-from .line import Opening
 from .resources import DeviceContext, SlotEngine, WorkerResources
-from .slot_options import SlotOptions, read_slot_options
+from .slot_options import Opening, SlotOptions, read_slot_options
 
 
 class WorkerSlot:
@@ -163,7 +162,7 @@ log = logging.getLogger(__name__)
 
 
 class SlotTable:
-    """Implements `SlotOperations`."""
+    """What the gateway may ask for. Methods with a slot are called in that slot's own thread."""
 
     def __init__(self, resources: WorkerResources, saying_s: float = SAYING_S) -> None:
         self._saying_s = saying_s
@@ -186,6 +185,7 @@ class SlotTable:
         return {"slots": slots, "device_bytes_own": _own_bytes()}
 
     def open(self, message: Mapping[str, Any], descriptor: int, opening: Opening) -> Mapping[str, Any]:
+        """Takes ownership of the descriptor, whatever happens."""
         _show_gpus(message.get("gpus"))
         try:
             options = read_slot_options(message)

@@ -13,15 +13,13 @@ import diffusers
 import torch
 
 from ...serving.http import HttpServer
-from ..control.line import Opening
-from ..control.resources import DeviceContext, WorkerResources, settle_near
-from ..control.slot_options import SlotOptions
+from ..control.resources import DeviceContext, SlotLoad, WorkerResources
+from ..control.slot_options import Opening, SlotOptions
 from ..failures import BadModel
 from ..weights.arena import HostArena
 from ..weights.building import DTYPES
 from ..weights.device_weights import DeviceWeights
 from ..weights.loading import load
-from ..weights.reading import LoadContext
 from .image_engine import ImageEngine
 from .image_routes import serve_images
 from .pipeline import PipelineSource
@@ -47,24 +45,13 @@ class PreparedPipeline:
         self.weights.close()
 
 
-class _ImageLoad(LoadContext):
-    """Reports to the gateway, and keeps the arena so that it can be closed."""
+class _ImageLoad(SlotLoad):
+    """Keeps the arena, so that it can be closed."""
 
-    def __init__(self, order: SlotOptions, device_context: DeviceContext, opening: Opening) -> None:
-        # A CPU computes with the arena itself.
-        folds = all(device.type == "cuda" for device in device_context.devices)
-        super().__init__(order.arena_max_bytes, order.host_free_bytes, folds, cancelled=opening.cancelled)
-        self._device, self._opening = device_context.device, opening
-        self.arenas: list[HostArena] = []
-
-    def on_progress(self, share: float) -> None:
-        self._opening.report(share)
-
-    def on_thread(self) -> None:
-        settle_near(self._device)
+    arena: HostArena | None = None
 
     def on_built(self, module: torch.nn.Module, arena: HostArena) -> None:
-        self.arenas.append(arena)
+        self.arena = arena
 
 
 def prepare(order: SlotOptions, descriptor: int, device_context: DeviceContext, opening: Opening) -> PreparedPipeline:
@@ -83,8 +70,8 @@ def prepare(order: SlotOptions, descriptor: int, device_context: DeviceContext, 
         spread = _spread(order, components, device_context.devices)
         weights = DeviceWeights(loaded.module, loaded.arena, device_context.device, 0, device_context.copy_rate, spread)
     except BaseException:
-        for arena in context.arenas:
-            arena.close()
+        if context.arena is not None:
+            context.arena.close()
         raise
     try:
         if len(weights.devices) > 1:
