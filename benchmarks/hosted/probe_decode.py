@@ -88,7 +88,7 @@ def build(args: argparse.Namespace, device: torch.device, dtype: torch.dtype, ca
         # Spread wide enough that the likeliest token leads by more than rounding.
         weight.normal_(0, 0.04, generator=random) if len(shape) > 1 else weight.fill_(1)
         module._parameters[name] = torch.nn.Parameter(weight, requires_grad=False)
-    kv = torch.empty(kv_bytes(config, dtype, cache_tokens), dtype=torch.uint8, device=device)
+    kv = torch.empty(kv_bytes(config, dtype.itemsize, cache_tokens), dtype=torch.uint8, device=device)
     print(f"weights {total / 1e9:.2f} GB, KV {kv.numel() / 1e9:.2f} GB for {cache_tokens} tokens")
     return FlatWeights(model, config, device, dtype, Flat(kv))
 

@@ -75,7 +75,7 @@ def device_model_of(
 
 
 def kv_of(model: Any, cache_tokens: int) -> Flat:
-    return Flat(torch.zeros(kv_bytes(model.config, "float32", cache_tokens) if cache_tokens else 0, dtype=torch.uint8))
+    return Flat(torch.zeros(kv_bytes(model.config, 4, cache_tokens) if cache_tokens else 0, dtype=torch.uint8))
 
 
 @contextmanager

@@ -89,19 +89,22 @@ def test_a_wrong_answer_is_told_from_rounding(dtype: torch.dtype) -> None:
         pass
 
 
-@contextmanager
-def awake(model: Any, dtype: torch.dtype) -> Iterator[EngineLoop]:
-    """A model of another dtype than float32, woken with a check."""
+def with_check(model: Any, dtype: torch.dtype) -> EngineLoop:
+    """An engine that is asleep and has a check to make."""
     register()
     model.set_attn_implementation(IMPLEMENTATION)
-    kv = torch.zeros(kv_bytes(model.config, dtype, CONTEXT), dtype=torch.uint8)
-    on_device = FakeDeviceModel(model, model.config, Flat(kv), dtype=dtype)
-    made = EngineLoop(
-        on_device,
+    kv = torch.zeros(kv_bytes(model.config, dtype.itemsize, CONTEXT), dtype=torch.uint8)
+    return EngineLoop(
+        FakeDeviceModel(model, model.config, Flat(kv), dtype=dtype),
         EngineSizes(CONTEXT, batch_max=1, context=CONTEXT),
-        on_fatal=lambda error, say: say(),
+        on_fatal=lambda error, say: pytest.fail(f"the thread has ended: {error}"),
         check=ModelCheck(None),
     )
+
+
+@contextmanager
+def awake(model: Any, dtype: torch.dtype) -> Iterator[EngineLoop]:
+    made = with_check(model, dtype)
     try:
         made.on_wake()
         yield made
@@ -135,16 +138,7 @@ def test_memory_that_is_short_is_no_difference_and_the_next_wake_tries_again() -
 
 
 def test_a_model_that_was_refused_can_be_woken_again_and_is_refused_again() -> None:
-    model = own_model()
-    kv_size = kv_bytes(model.config, "float32", CONTEXT)
-    register()
-    model.set_attn_implementation(IMPLEMENTATION)
-    made = EngineLoop(
-        FakeDeviceModel(model, model.config, Flat(torch.zeros(kv_size, dtype=torch.uint8))),
-        EngineSizes(CONTEXT, batch_max=2, context=CONTEXT),
-        on_fatal=lambda error, say: pytest.fail(f"the thread has ended: {error}"),
-        check=ModelCheck(None),
-    )
+    made = with_check(own_model(), torch.float32)
     for _ in range(2):
         with pytest.raises(BadModel, match="answers otherwise"):
             made.on_wake()
@@ -257,8 +251,8 @@ def test_what_does_not_fit_pages_is_refused_by_name(changes: dict[str, Any], why
 
 def test_kv_bytes_count_tokens_layers_and_the_scratch_block() -> None:
     # 4 layers, keys and values, 8 heads of 32 numbers of 2 bytes; 100 tokens are 7 blocks, plus the scratch block.
-    assert kv_bytes(config(), "bfloat16", 100) == 4 * 2 * 8 * 32 * 2 * (7 + 1) * BLOCK_TOKENS
-    assert kv_bytes(config(), "torch.float32", 100) == 2 * kv_bytes(config(), "bfloat16", 100)
+    assert kv_bytes(config(), 2, 100) == 4 * 2 * 8 * 32 * 2 * (7 + 1) * BLOCK_TOKENS
+    assert kv_bytes(config(), 4, 100) == 2 * kv_bytes(config(), 2, 100)
 
 
 def test_blocks_are_numbers_taken_once_and_given_back() -> None:

@@ -54,7 +54,7 @@ def cuda_model(kind: str = "llama", cache_tokens: int = TOKENS, **changes: Any) 
                 weight.mul_(0.3)
     on_device = replace(device_model_of(model, 0), device=torch.device("cuda", 0), dtype=torch.bfloat16)
     on_device.module = model.to(on_device.device, on_device.dtype)
-    size = kv_bytes(model.config, on_device.dtype, cache_tokens)
+    size = kv_bytes(model.config, on_device.dtype.itemsize, cache_tokens)
     on_device.kv = Flat(torch.empty(size, dtype=torch.uint8, device=on_device.device))
     return on_device
 
@@ -135,7 +135,7 @@ def test_captured_steps_turn_each_sequence_by_its_own_length(name: str) -> None:
     if name == "gemma3" and ASKS_HOST:
         pytest.skip("this Transformers fails at it by itself")
     model = built(name)
-    plain, kv = copy.deepcopy(model), torch.empty(kv_bytes(model.config, "float32", TOKENS), dtype=torch.uint8)
+    plain, kv = copy.deepcopy(model), torch.empty(kv_bytes(model.config, 4, TOKENS), dtype=torch.uint8)
     on_device = replace(device_model_of(model, 0), device=torch.device("cuda", 0), kv=Flat(kv.cuda()))
     on_device.module = model.to(on_device.device)
     engine = EngineLoop(on_device, EngineSizes(TOKENS, 8, LONGEST), on_fatal=lambda error, say: say())

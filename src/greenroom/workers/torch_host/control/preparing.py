@@ -178,7 +178,7 @@ def _weights_and_engine(
     cache_tokens = 0 if order.embedding else order.cache_tokens or CACHE_CONTEXTS * context
     if order.threads is not None and device_context.device.type == "cpu":
         torch.set_num_threads(order.threads)
-    room = 0 if order.embedding else kv_bytes(config, _dtype_name(module), cache_tokens)
+    room = 0 if order.embedding else kv_bytes(config, next(module.parameters()).dtype.itemsize, cache_tokens)
     weights = DeviceWeights(module, arena, device_context.device, room, device_context.copy_rate)
     try:
         return weights, EngineLoop(
@@ -209,7 +209,3 @@ def _context(order: SlotOptions, config: Any) -> int:
     limit = getattr(text_config(config), "max_position_embeddings", None)
     known = limit if isinstance(limit, int) and limit > 0 else None
     return min(order.context or known or CONTEXT_UNKNOWN, known or order.context or CONTEXT_UNKNOWN)
-
-
-def _dtype_name(module: torch.nn.Module) -> str:
-    return str(next(tensor.dtype for tensor in module.parameters())).removeprefix("torch.")

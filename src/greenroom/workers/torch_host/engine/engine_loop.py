@@ -20,7 +20,7 @@ from .batch_scheduler import PREFILL, BatchScheduler, PrefillLimits
 from .block_manager import BlockManager
 from .embedding import Embedder, group_by_length
 from .model_check import ModelCheck
-from .model_shape import BLOCK_TOKENS, item_bytes, token_limits
+from .model_shape import BLOCK_TOKENS, token_limits
 from .model_thread import SWITCH_TIMEOUT_S, ModelThread
 from .requests import GenerationRequest, PromptTooLong, UnknownToken, Vectors
 from .runner import DeviceModel, ModelRunner
@@ -82,7 +82,7 @@ class EngineLoop(ModelThread):
             self._runner = ModelRunner(model, sizes.cache_tokens, sizes.batch_max, self.context)
             self.context = self._runner.context
             numbers = sum(shape.numbers for shape in self._runner.shapes)
-            block_bytes = numbers * item_bytes(model.dtype) * BLOCK_TOKENS
+            block_bytes = numbers * model.dtype.itemsize * BLOCK_TOKENS
             self._block_manager = BlockManager(sizes.cache_tokens, block_bytes, self._runner.rope_switches)
             self._scheduler = BatchScheduler(
                 self._runner, self._block_manager, sizes.batch_max, self._on_sequence_end, on_fatal, sizes.prefill

@@ -202,7 +202,9 @@ class ModelRunner:
     def scratch_memory(self, rows: int, tokens: int) -> Iterator[None]:
         """Inside, steps use temporary inputs and KV memory, and are not captured."""
         model, kept = self.model, (self.inputs, self._stores, self._graphs)
-        memory = torch.zeros(kv_bytes(model.config, model.dtype, tokens), dtype=torch.uint8, device=model.device)
+        memory = torch.zeros(
+            kv_bytes(model.config, model.dtype.itemsize, tokens), dtype=torch.uint8, device=model.device
+        )
         self.inputs = DecodeInputs(rows, blocks_for(tokens) + 1, model.device)
         self._stores, self._graphs = stores_in(memory, self.shapes, model.dtype, tokens), None
         try:
