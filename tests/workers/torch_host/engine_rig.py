@@ -195,6 +195,17 @@ def said(
     return answer
 
 
+def together(
+    engine: EngineLoop, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling = GREEDY, **more: Any
+) -> list[Answer]:
+    """Submit all at once, and wait for their ends."""
+    asked = [ask(one, max_tokens, sampling, **more) for one in prompts]
+    engine.submit(*(one for one, _ in asked))
+    answers = [answer for _, answer in asked]
+    assert all(answer.end for answer in answers)
+    return answers
+
+
 def prompt(tokens: int, seed: int = 0) -> list[int]:
     random = torch.Generator().manual_seed(1000 * seed + tokens)
     return [int(one) for one in torch.randint(3, VOCABULARY, (tokens,), generator=random)]

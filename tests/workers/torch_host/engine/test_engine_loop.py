@@ -25,6 +25,7 @@ from tests.workers.torch_host.engine_rig import (
     random_model,
     running,
     said,
+    together,
 )
 from tests.workers.torch_host.samples.tiny import CONTEXT, ENCODERS, KINDS
 
@@ -48,22 +49,18 @@ def test_a_batch_says_what_transformers_itself_would_say_to_each_alone(kind: str
     prompts = [prompt(length) for length in (1, 16, 33, 50)]
     alone = [generated(model, one, 12) for one in prompts]
     with running(model) as engine:
-        asked = [ask(one, 12) for one in prompts]
-        for one, _ in asked:
-            engine.submit(one)
-        assert [answer.end.reason for _, answer in asked] == ["length"] * len(prompts)
-        assert [answer.ids for _, answer in asked] == alone
+        answers = together(engine, prompts, 12)
+        assert [answer.end.reason for answer in answers] == ["length"] * len(prompts)
+        assert [answer.ids for answer in answers] == alone
 
 
 def test_more_than_the_batch_holds_wait_and_all_are_answered(llama: Any) -> None:
     prompts = [prompt(3 + 5 * number) for number in range(9)]
     with running(llama, batch_max=3) as engine:
         alone = [said(engine, one, 9, uses_cache=False).ids for one in prompts]
-        asked = [ask(one, 9, uses_cache=False) for one in prompts]
-        for one, _ in asked:
-            engine.submit(one)
-        assert [answer.end.reason for _, answer in asked] == ["length"] * 9
-        assert [answer.ids for _, answer in asked] == alone
+        answers = together(engine, prompts, 9, uses_cache=False)
+        assert [answer.end.reason for answer in answers] == ["length"] * 9
+        assert [answer.ids for answer in answers] == alone
 
 
 def test_a_long_prompt_is_computed_in_pieces_and_short_ones_together(llama: Any) -> None:
@@ -155,11 +152,9 @@ def test_kv_memory_that_is_full_makes_sequences_wait_and_not_fail(llama: Any, ca
         alone = [said(roomy, one, 60, uses_cache=False).ids for one in prompts]
     # Enough blocks for two and a half of them at full length.
     with running(llama, cache_tokens=256, context=256) as engine:
-        asked = [ask(one, 60) for one in prompts]
-        for one, _ in asked:
-            engine.submit(one)
-        assert [answer.end.reason for _, answer in asked] == ["length"] * 6
-        assert [answer.ids for _, answer in asked] == alone
+        answers = together(engine, prompts, 60)
+        assert [answer.end.reason for answer in answers] == ["length"] * 6
+        assert [answer.ids for answer in answers] == alone
         assert "sequence preempted" in caplog.text
         assert engine.kv_used == 0
 
@@ -176,10 +171,7 @@ def test_a_preempted_answer_with_a_seed_goes_on_as_if_nothing_had_happened(llama
     with running(llama) as roomy:
         alone = [said(roomy, one, 60, warm).ids for one in prompts]
     with running(llama, cache_tokens=256, context=256) as engine:
-        asked = [ask(one, 60, warm) for one in prompts]
-        for one, _ in asked:
-            engine.submit(one)
-        assert [answer.ids for _, answer in asked if answer.end] == alone
+        assert [answer.ids for answer in together(engine, prompts, 60, warm)] == alone
 
 
 def test_a_prefix_seen_before_is_not_computed_again(llama: Any, engine: EngineLoop) -> None:

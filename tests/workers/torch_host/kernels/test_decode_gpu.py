@@ -20,9 +20,17 @@ from greenroom.workers.torch_host.engine.requests import Sampling
 from greenroom.workers.torch_host.engine.steps import DecodeStep
 from greenroom.workers.torch_host.kernels.attention import AttentionKernels, AttentionOptions, stores_in
 from greenroom.workers.torch_host.kernels.rope import fuse_rope
-from tests.workers.torch_host.engine_rig import FakeDeviceModel, Flat, ask, device_model_of, prompt, random_model, said
+from tests.workers.torch_host.engine_rig import (
+    FakeDeviceModel,
+    Flat,
+    device_model_of,
+    prompt,
+    random_model,
+    said,
+    together,
+)
 from tests.workers.torch_host.kernels.test_rope import CONTEXT as LONGEST
-from tests.workers.torch_host.kernels.test_rope import ORIGINAL, built, check, told
+from tests.workers.torch_host.kernels.test_rope import ORIGINAL, TOLD, built, check
 
 pytestmark = pytest.mark.gpu
 TOKENS = 1024
@@ -90,10 +98,8 @@ def test_captured_steps_choose_as_computed_ones_before_and_after_sleep(changes: 
         engine = _awake(on_device)
         _graphs_of(engine).is_able = is_able
         for _ in range(2):
-            asked = [ask(one, 60) for one in prompts]
-            for one, _ in asked:
-                engine.submit(one)
-            told.append([answer.ids for _, answer in asked if answer.end.reason == "length"])
+            answers = together(engine, prompts, 60)
+            told.append([answer.ids for answer in answers if answer.end.reason == "length"])
             engine.on_sleep()
             on_device.kv.tensor.fill_(255)
             engine.on_wake()
@@ -142,7 +148,7 @@ def test_captured_steps_turn_each_sequence_by_its_own_length(name: str) -> None:
     engine.on_wake()
     prompts = [prompt(20), prompt(100), prompt(ORIGINAL - 5), prompt(ORIGINAL - 2, 1), prompt(68)]
     for _ in range(2):
-        for one, answer in zip(prompts, told(engine, prompts, 12), strict=True):
+        for one, answer in zip(prompts, together(engine, prompts, 12, TOLD), strict=True):
             check(plain, one, answer, 1e-3)
     assert _graphs_of(engine).is_able or ASKS_HOST
     engine.close()
