@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.rig.result import Run, options_of
 from greenroom.workers.torch_host.engine import runner as runner_module
 from greenroom.workers.torch_host.engine.engine_loop import EngineLoop, EngineSizes
-from greenroom.workers.torch_host.engine.model_shape import BLOCK_TOKENS, blocks_for
+from greenroom.workers.torch_host.engine.model_shape import BLOCK_TOKENS, blocks_for, kv_bytes
 from greenroom.workers.torch_host.engine.requests import End, GenerationRequest, Sampling, Token
 from greenroom.workers.torch_host.engine.runner import DecodeRow, ModelRunner, PrefillChunk
 from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, AttentionKernels, register
@@ -88,7 +88,7 @@ def build(args: argparse.Namespace, device: torch.device, dtype: torch.dtype, ca
         # Spread wide enough that the likeliest token leads by more than rounding.
         weight.normal_(0, 0.04, generator=random) if len(shape) > 1 else weight.fill_(1)
         module._parameters[name] = torch.nn.Parameter(weight, requires_grad=False)
-    kv = torch.empty(ModelRunner.kv_bytes(config, dtype, cache_tokens), dtype=torch.uint8, device=device)
+    kv = torch.empty(kv_bytes(config, dtype.itemsize, cache_tokens), dtype=torch.uint8, device=device)
     print(f"weights {total / 1e9:.2f} GB, KV {kv.numel() / 1e9:.2f} GB for {cache_tokens} tokens")
     return FlatWeights(model, config, device, dtype, Flat(kv))
 

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,13 +24,15 @@ import torch
 
 from benchmarks.hosted.pipelines import SDXL, TINY, make_pipelines
 from greenroom.workers.torch_host.control.resources import DeviceContext
-from greenroom.workers.torch_host.control.slot_options import SlotOptions
+from greenroom.workers.torch_host.control.slot_options import Opening, SlotOptions
 from greenroom.workers.torch_host.images.pipeline import PipelineSource
 from greenroom.workers.torch_host.images.pipeline_files import read_pipeline
 from greenroom.workers.torch_host.images.preparing import PreparedPipeline, prepare
 from greenroom.workers.torch_host.weights.arena import view_of
-from greenroom.workers.torch_host.weights.device_weights import CopyRate, DevicePart
-from greenroom.workers.torch_host.weights.loading import LoadContext, load
+from greenroom.workers.torch_host.weights.device_weights import DevicePart
+from greenroom.workers.torch_host.weights.loading import load
+from greenroom.workers.torch_host.weights.reading import LoadContext
+from greenroom.workers.torch_host.weights.upload import CopyRate
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 MAPS: Final = {
@@ -72,7 +73,7 @@ def _difference(folder: Path, name: str, places: dict[str, int], said: dict[str,
     memory = os.memfd_create("arena")
     around = DeviceContext(GPU, CopyRate(), on_fatal=lambda error, say: say(), others=(CPU,))
     order = SlotOptions("s", "painter", folder, Path("/unused"), dtype="float32", device_map=places)
-    made: PreparedPipeline = prepare(order, memory, around, lambda share: None, threading.Event())
+    made: PreparedPipeline = prepare(order, memory, around, Opening())
     asleep = torch.cuda.mem_get_info(GPU)[0]
     for turn in ("first", "second"):
         woken = made.weights.wake()
@@ -102,8 +103,8 @@ def _is_restored(folder: Path) -> bool:
         part = DevicePart(GPU, [name], loaded.arena, CopyRate())
         part.bind(loaded.module)
         part.arena.map()
-        part.begin(component)
         assert part.upload is not None
+        part.upload.begin(component)
         part.upload.wait_for_weights()
         part.upload.finish()
         names = [key for key in loaded.arena.layout.places if key.startswith(f"{name}.")]

@@ -26,10 +26,10 @@ from greenroom.workers.torch_host.weights import building
 from greenroom.workers.torch_host.weights.arena import HostArena, lay_out
 from greenroom.workers.torch_host.weights.building import BuildOptions
 from greenroom.workers.torch_host.weights.device_memory import CudaArena, driver
-from greenroom.workers.torch_host.weights.device_weights import CopyRate, DeviceWeights, Registration
+from greenroom.workers.torch_host.weights.device_weights import DeviceWeights, Registration
 from greenroom.workers.torch_host.weights.fold import CHUNK_BYTES, ChunkTable
-from greenroom.workers.torch_host.weights.fold.folding import Folding
-from greenroom.workers.torch_host.weights.fold.unfolding import unfold_plainly, unfolder
+from greenroom.workers.torch_host.weights.folding import Folding
+from greenroom.workers.torch_host.weights.upload import CopyRate, unfold_plainly, unfolder
 from tests.workers.torch_host.samples import tiny
 from tests.workers.torch_host.worker_rig import WorkerRig
 

@@ -63,7 +63,7 @@ def test_without_a_gpu_everything_lies_on_the_host_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tokens", [1, 16, 4096, 100_003])
 def test_kv_memory_is_what_the_worker_takes_to_the_byte(tmp_path: Path, config: dict[str, Any], tokens: int) -> None:
     found = ready(folder(tmp_path / "m", config), cache_tokens=tokens)
-    exact = kv_bytes(SimpleNamespace(**config), "bfloat16", tokens)
+    exact = kv_bytes(SimpleNamespace(**config), 2, tokens)
     assert part(found, "KV memory")[0] == -(-exact // MIB)
 
 

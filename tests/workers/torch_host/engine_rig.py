@@ -75,7 +75,7 @@ def device_model_of(
 
 
 def kv_of(model: Any, cache_tokens: int) -> Flat:
-    return Flat(torch.zeros(kv_bytes(model.config, "float32", cache_tokens) if cache_tokens else 0, dtype=torch.uint8))
+    return Flat(torch.zeros(kv_bytes(model.config, 4, cache_tokens) if cache_tokens else 0, dtype=torch.uint8))
 
 
 @contextmanager
@@ -193,6 +193,17 @@ def said(
     engine.submit(made)
     assert answer.end.reason != "error", answer.end.error
     return answer
+
+
+def together(
+    engine: EngineLoop, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling = GREEDY, **more: Any
+) -> list[Answer]:
+    """Submit all at once, and wait for their ends."""
+    asked = [ask(one, max_tokens, sampling, **more) for one in prompts]
+    engine.submit(*(one for one, _ in asked))
+    answers = [answer for _, answer in asked]
+    assert all(answer.end for answer in answers)
+    return answers
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:

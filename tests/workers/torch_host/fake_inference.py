@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import torch
 
@@ -60,16 +61,14 @@ class FakeEngine:
     def _start(self, ask: GenerationRequest) -> None:
         threading.Thread(target=self._answer, args=(ask,), name=f"fake {ask.id}", daemon=True).start()
 
-    def embed(
-        self,
-        inputs: Sequence[Sequence[int]],
-        done: Callable[[Vectors | Exception], None],
-        skipped: Sequence[int] | None = None,
-    ) -> None:
+    def embed(self, inputs: Sequence[Sequence[int]], skipped: Sequence[int]) -> Future[Vectors]:
         self.embedded.append(inputs)
         self.skipped.append(skipped)
         answer = self.vectors if self.vectors is not None else [[float(len(one)), 0.0, 1.0, 0.5] for one in inputs]
-        threading.Thread(target=done, args=(answer,), daemon=True).start()
+        done: Future[Vectors] = Future()
+        settle = done.set_exception if isinstance(answer, Exception) else done.set_result
+        threading.Thread(target=settle, args=(answer,), daemon=True).start()
+        return done
 
     def flush(self, tenant: str | None, tag: str | None) -> tuple[int, int]:
         return 0, 0

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from greenroom.workers.torch_host.control.line import LINE_MAX_BYTES, ControlLine, bound, listen
+from greenroom.workers.torch_host.control.slot_options import Opening
 from greenroom.workers.torch_host.failures import BadModel, OutOfMemory, WorkCancelled
 
 DEADLINE_S = 60.0
@@ -35,14 +36,12 @@ class FakeDesk:
     def look(self) -> Mapping[str, Any]:
         return {"slots": {}}
 
-    def open(
-        self, message: Mapping[str, Any], descriptor: int, progress: Callable[[float], None], cancelled: threading.Event
-    ) -> Mapping[str, Any]:
+    def open(self, message: Mapping[str, Any], descriptor: int, opening: Opening) -> Mapping[str, Any]:
         self.files.append(os.fstat(descriptor).st_ino)
         os.close(descriptor)
-        progress(0.5)
+        opening.report(0.5)
         if message.get("until_cancelled"):
-            assert cancelled.wait(DEADLINE_S)
+            assert opening.cancelled.wait(DEADLINE_S)
             raise WorkCancelled("it is not waited for")
         return self._do(f"open {message['slot']}")
 

@@ -18,12 +18,13 @@ from greenroom.workers.serving.http import HttpServer
 from greenroom.workers.torch_host.control import preparing
 from greenroom.workers.torch_host.control.preparing import PreparedText, prepare
 from greenroom.workers.torch_host.control.resources import DeviceContext, SlotEngine, WorkerResources
-from greenroom.workers.torch_host.control.slot_options import SlotOptions
+from greenroom.workers.torch_host.control.slot_options import Opening, SlotOptions
 from greenroom.workers.torch_host.control.slots import WorkerSlot
 from greenroom.workers.torch_host.failures import BadModel, Failure, Stuck, is_fatal
 from greenroom.workers.torch_host.text.tokens import TextCodec
 from greenroom.workers.torch_host.weights import reading
-from greenroom.workers.torch_host.weights.device_weights import CopyRate, DeviceWeights, WakeResult
+from greenroom.workers.torch_host.weights.device_weights import DeviceWeights, WakeResult
+from greenroom.workers.torch_host.weights.upload import CopyRate
 from greenroom.workers.torch_host.weights.weight_file import WeightFile
 from tests.workers.torch_host.samples import tiny
 
@@ -38,7 +39,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepared(folder: Path, descriptor: int, filled: bool = False) -> PreparedText:
     order = SlotOptions("s", "m", folder, Path("unused"), filled=filled, device="cpu", cache_tokens=512)
     around = DeviceContext(torch.device("cpu"), CopyRate(), on_fatal=lambda error, say: say())
-    return prepare(order, descriptor, around, lambda share: None, threading.Event())
+    return prepare(order, descriptor, around, Opening())
 
 
 def let_go(made: PreparedText) -> None:

@@ -25,6 +25,7 @@ from tests.workers.torch_host.engine_rig import (
     random_model,
     running,
     said,
+    together,
 )
 from tests.workers.torch_host.samples.tiny import CONTEXT, ENCODERS, KINDS
 
@@ -42,32 +43,24 @@ def engine(llama: Any) -> Iterator[EngineLoop]:
         yield engine
 
 
-def computed(engine: EngineLoop) -> int:
-    return engine.stats.computed_tokens
-
-
 @pytest.mark.parametrize("kind", DECODERS)
 def test_a_batch_says_what_transformers_itself_would_say_to_each_alone(kind: str) -> None:
     model = random_model(kind)
     prompts = [prompt(length) for length in (1, 16, 33, 50)]
     alone = [generated(model, one, 12) for one in prompts]
     with running(model) as engine:
-        asked = [ask(one, 12) for one in prompts]
-        for one, _ in asked:
-            engine.submit(one)
-        assert [answer.end.reason for _, answer in asked] == ["length"] * len(prompts)
-        assert [answer.ids for _, answer in asked] == alone
+        answers = together(engine, prompts, 12)
+        assert [answer.end.reason for answer in answers] == ["length"] * len(prompts)
+        assert [answer.ids for answer in answers] == alone
 
 
 def test_more_than_the_batch_holds_wait_and_all_are_answered(llama: Any) -> None:
     prompts = [prompt(3 + 5 * number) for number in range(9)]
     with running(llama, batch_max=3) as engine:
         alone = [said(engine, one, 9, uses_cache=False).ids for one in prompts]
-        asked = [ask(one, 9, uses_cache=False) for one in prompts]
-        for one, _ in asked:
-            engine.submit(one)
-        assert [answer.end.reason for _, answer in asked] == ["length"] * 9
-        assert [answer.ids for _, answer in asked] == alone
+        answers = together(engine, prompts, 9, uses_cache=False)
+        assert [answer.end.reason for answer in answers] == ["length"] * 9
+        assert [answer.ids for answer in answers] == alone
 
 
 def test_a_long_prompt_is_computed_in_pieces_and_short_ones_together(llama: Any) -> None:
@@ -152,19 +145,18 @@ def test_what_can_never_fit_is_refused_at_the_door(engine: EngineLoop) -> None:
     assert engine.in_flight == 0
 
 
-def test_kv_memory_that_is_full_makes_sequences_wait_and_not_fail(llama: Any) -> None:
+def test_kv_memory_that_is_full_makes_sequences_wait_and_not_fail(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     prompts = [prompt(40, seed) for seed in range(6)]
     with running(llama) as roomy:
         alone = [said(roomy, one, 60, uses_cache=False).ids for one in prompts]
     # Enough blocks for two and a half of them at full length.
     with running(llama, cache_tokens=256, context=256) as engine:
-        asked = [ask(one, 60) for one in prompts]
-        for one, _ in asked:
-            engine.submit(one)
-        assert [answer.end.reason for _, answer in asked] == ["length"] * 6
-        assert [answer.ids for _, answer in asked] == alone
-        assert engine.stats.preempted > 0
-        assert engine.stats.available_blocks == 256 // 16
+        answers = together(engine, prompts, 60)
+        assert [answer.end.reason for answer in answers] == ["length"] * 6
+        assert [answer.ids for answer in answers] == alone
+        assert "sequence preempted" in caplog.text
+        assert engine.kv_used == 0
 
 
 def test_a_sequence_that_fills_all_memory_alone_is_answered(llama: Any) -> None:
@@ -179,21 +171,19 @@ def test_a_preempted_answer_with_a_seed_goes_on_as_if_nothing_had_happened(llama
     with running(llama) as roomy:
         alone = [said(roomy, one, 60, warm).ids for one in prompts]
     with running(llama, cache_tokens=256, context=256) as engine:
-        asked = [ask(one, 60, warm) for one in prompts]
-        for one, _ in asked:
-            engine.submit(one)
-        assert [answer.ids for _, answer in asked if answer.end] == alone
+        assert [answer.ids for answer in together(engine, prompts, 60, warm)] == alone
 
 
-def test_a_prefix_seen_before_is_not_computed_again(engine: EngineLoop) -> None:
+def test_a_prefix_seen_before_is_not_computed_again(llama: Any, engine: EngineLoop) -> None:
     shared = prompt(70)
     first = said(engine, [*shared, 11, 12])
-    before = computed(engine)
-    second = said(engine, [*shared, 11, 12])
+    forwards: list[int] = []
+    with before_forwards(llama, forwards.append):
+        second = said(engine, [*shared, 11, 12])
     assert second.ids == first.ids
     assert first.cached_tokens == 0
     assert second.cached_tokens == 64
-    assert computed(engine) - before == (72 - 64) + 11
+    assert [tokens for tokens in forwards if tokens > 1] == [72 - 64]
 
 
 def test_what_was_reused_is_known_before_the_first_token(engine: EngineLoop) -> None:
@@ -265,7 +255,7 @@ def test_flush_in_the_middle_of_an_answer_changes_nothing_for_it(engine: EngineL
     assert answer.end.reason == "length"
     assert answer.ids == alone
     engine.flush(None, None)
-    assert engine.stats.available_blocks == 4096 // 16
+    assert engine.kv_used == 0
 
 
 def test_the_same_seed_says_the_same_whatever_is_around(engine: EngineLoop) -> None:
@@ -462,7 +452,7 @@ def _check_forgets(engine: EngineLoop, kv: Flat) -> None:
     engine.on_wake()
     again = said(engine, prompt(60), 2)
     assert again.cached_tokens == 0
-    assert engine.stats.available_blocks == 4096 // 16
+    assert engine.kv_used == 0
 
 
 def test_a_thread_that_does_not_obey_is_stuck_and_the_process_with_it(llama: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,17 +14,17 @@ import torch
 
 from greenroom.workers.torch_host.control.preparing import PreparedText, prepare
 from greenroom.workers.torch_host.control.resources import DeviceContext
-from greenroom.workers.torch_host.control.slot_options import SlotOptions
+from greenroom.workers.torch_host.control.slot_options import Opening, SlotOptions
+from greenroom.workers.torch_host.engine.block_manager import PrefixCache
 from greenroom.workers.torch_host.engine.embedding import TOKENS_MAX, group_by_length
 from greenroom.workers.torch_host.engine.engine_loop import EngineLoop, EngineSizes
 from greenroom.workers.torch_host.engine.model_check import ModelCheck
 from greenroom.workers.torch_host.engine.model_shape import BLOCK_TOKENS, LayerShape, blocks_for, kv_bytes, layer_shapes
-from greenroom.workers.torch_host.engine.prefix_cache import BlockPool
 from greenroom.workers.torch_host.engine.requests import PromptTooLong, Vectors
-from greenroom.workers.torch_host.failures import BadModel, OutOfMemory
+from greenroom.workers.torch_host.failures import BadModel, Failure, OutOfMemory
 from greenroom.workers.torch_host.kernels.attention import IMPLEMENTATION, register
-from greenroom.workers.torch_host.weights.device_weights import CopyRate
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
+from greenroom.workers.torch_host.weights.upload import CopyRate
 from tests.torch_python import bring_own_attention
 from tests.workers.torch_host.engine_rig import WAIT_S, FakeDeviceModel, Flat, ask, prompt, random_model, running, said
 from tests.workers.torch_host.families import CONTEXT, SEQUENCES, tiny_model
@@ -90,19 +89,22 @@ def test_a_wrong_answer_is_told_from_rounding(dtype: torch.dtype) -> None:
         pass
 
 
-@contextmanager
-def awake(model: Any, dtype: torch.dtype) -> Iterator[EngineLoop]:
-    """A model of another dtype than float32, woken with a check."""
+def with_check(model: Any, dtype: torch.dtype) -> EngineLoop:
+    """An engine that is asleep and has a check to make."""
     register()
     model.set_attn_implementation(IMPLEMENTATION)
-    kv = torch.zeros(kv_bytes(model.config, dtype, CONTEXT), dtype=torch.uint8)
-    on_device = FakeDeviceModel(model, model.config, Flat(kv), dtype=dtype)
-    made = EngineLoop(
-        on_device,
+    kv = torch.zeros(kv_bytes(model.config, dtype.itemsize, CONTEXT), dtype=torch.uint8)
+    return EngineLoop(
+        FakeDeviceModel(model, model.config, Flat(kv), dtype=dtype),
         EngineSizes(CONTEXT, batch_max=1, context=CONTEXT),
-        on_fatal=lambda error, say: say(),
+        on_fatal=lambda error, say: pytest.fail(f"the thread has ended: {error}"),
         check=ModelCheck(None),
     )
+
+
+@contextmanager
+def awake(model: Any, dtype: torch.dtype) -> Iterator[EngineLoop]:
+    made = with_check(model, dtype)
     try:
         made.on_wake()
         yield made
@@ -136,16 +138,7 @@ def test_memory_that_is_short_is_no_difference_and_the_next_wake_tries_again() -
 
 
 def test_a_model_that_was_refused_can_be_woken_again_and_is_refused_again() -> None:
-    model = own_model()
-    kv_size = kv_bytes(model.config, "float32", CONTEXT)
-    register()
-    model.set_attn_implementation(IMPLEMENTATION)
-    made = EngineLoop(
-        FakeDeviceModel(model, model.config, Flat(torch.zeros(kv_size, dtype=torch.uint8))),
-        EngineSizes(CONTEXT, batch_max=2, context=CONTEXT),
-        on_fatal=lambda error, say: pytest.fail(f"the thread has ended: {error}"),
-        check=ModelCheck(None),
-    )
+    made = with_check(own_model(), torch.float32)
     for _ in range(2):
         with pytest.raises(BadModel, match="answers otherwise"):
             made.on_wake()
@@ -164,7 +157,7 @@ class Counted:
         order = SlotOptions("s", "m", folder, Path("unused"), device="cpu", cache_tokens=512, **more)
         around = DeviceContext(torch.device("cpu"), CopyRate(), on_fatal=lambda error, say: say())
         self._memory = os.memfd_create("arena")
-        self.made: PreparedText = prepare(order, self._memory, around, lambda share: None, threading.Event())
+        self.made: PreparedText = prepare(order, self._memory, around, Opening())
         self.forwards = 0
         self.made.weights.module.register_forward_pre_hook(self._count)
 
@@ -258,24 +251,19 @@ def test_what_does_not_fit_pages_is_refused_by_name(changes: dict[str, Any], why
 
 def test_kv_bytes_count_tokens_layers_and_the_scratch_block() -> None:
     # 4 layers, keys and values, 8 heads of 32 numbers of 2 bytes; 100 tokens are 7 blocks, plus the scratch block.
-    assert kv_bytes(config(), "bfloat16", 100) == 4 * 2 * 8 * 32 * 2 * (7 + 1) * BLOCK_TOKENS
-    assert kv_bytes(config(), "torch.float32", 100) == 2 * kv_bytes(config(), "bfloat16", 100)
+    assert kv_bytes(config(), 2, 100) == 4 * 2 * 8 * 32 * 2 * (7 + 1) * BLOCK_TOKENS
+    assert kv_bytes(config(), 4, 100) == 2 * kv_bytes(config(), 2, 100)
 
 
 def test_blocks_are_numbers_taken_once_and_given_back() -> None:
-    blocks = BlockPool(100)
+    blocks = PrefixCache(100, 1)
     taken = blocks.take(7)
     assert sorted(taken) == [1, 2, 3, 4, 5, 6, 7]
-    assert blocks.free == 0
+    assert blocks.available == 0
     blocks.give(taken[:3])
     assert sorted(blocks.take(3)) == sorted(taken[:3])
     blocks.clear()
-    assert blocks.free == blocks.total == 7
-
-
-def test_a_block_more_than_there_are_is_a_mistake_of_ours() -> None:
-    with pytest.raises(AssertionError):
-        BlockPool(16).take(2)
+    assert blocks.available == blocks.total == 7
 
 
 def test_blocks_for_rounds_up() -> None:
@@ -286,41 +274,32 @@ MEAN = SentenceConfig()
 INPUTS = [prompt(length) for length in (9, 3, 30, 9, 17)]
 
 
-def embedded(engine: EngineLoop, inputs: list[list[int]], skipped: list[int] | None = None) -> Vectors | Exception:
-    results: list[Vectors | Exception] = []
-    done = threading.Event()
-
-    def on_done(result: Vectors | Exception) -> None:
-        results.append(result)
-        done.set()
-
-    engine.embed(inputs, on_done, skipped)
-    assert done.wait(WAIT_S)
-    assert len(results) == 1
-    return results[0]
+def embedded(engine: EngineLoop, inputs: list[list[int]], skipped: list[int] | None = None) -> Vectors:
+    return engine.embed(inputs, skipped or [0] * len(inputs)).result(WAIT_S)
 
 
 def test_a_model_embeds_or_writes_text_and_says_which() -> None:
     with running(random_model("bert"), cache_tokens=0, sentence=MEAN) as engine, pytest.raises(PromptTooLong):
         engine.submit(ask(prompt(3))[0])
-    with running(random_model("llama")) as engine:
-        assert isinstance(embedded(engine, INPUTS), PromptTooLong)
+    with running(random_model("llama")) as engine, pytest.raises(PromptTooLong):
+        embedded(engine, INPUTS)
 
 
 def test_an_input_too_long_or_empty_is_said_and_not_computed() -> None:
     with running(random_model("bert"), cache_tokens=0, context=64, sentence=MEAN) as engine:
-        assert isinstance(embedded(engine, [prompt(65)]), PromptTooLong)
-        assert isinstance(embedded(engine, [prompt(5), []]), PromptTooLong)
-        assert isinstance(embedded(engine, []), PromptTooLong)
+        for inputs in ([prompt(65)], [prompt(5), []], []):
+            with pytest.raises(PromptTooLong):
+                embedded(engine, inputs)
 
 
 def test_a_failure_reaches_its_request_and_the_next_is_served() -> None:
     model = random_model("bert")
     with running(model, cache_tokens=0, sentence=MEAN) as engine:
         broken = model.register_forward_pre_hook(lambda *_: 1 / 0)
-        assert isinstance(embedded(engine, INPUTS), Exception)
+        with pytest.raises(Failure):
+            embedded(engine, INPUTS)
         broken.remove()
-        assert isinstance(embedded(engine, INPUTS), list)
+        assert len(embedded(engine, INPUTS)) == len(INPUTS)
         assert engine.in_flight == 0
 
 
@@ -328,7 +307,6 @@ def test_a_prompt_that_is_all_of_an_input_leaves_its_last_token() -> None:
     with running(random_model("bert"), cache_tokens=0, sentence=SentenceConfig(pooling=("max",))) as engine:
         vectors = embedded(engine, [prompt(5), prompt(3)], [9, 0])
         last = embedded(engine, [prompt(5)], [4])
-    assert isinstance(vectors, list) and isinstance(last, list)
     assert vectors[0] == pytest.approx(last[0], abs=1e-4)
 
 

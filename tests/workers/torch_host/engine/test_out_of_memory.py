@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
-from greenroom.workers.torch_host.engine.requests import Sampling
+from greenroom.workers.torch_host.engine.requests import Sampling, Vectors
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host.engine_rig import (
     GREEDY,
@@ -182,14 +182,8 @@ def test_inputs_that_do_not_fit_together_are_embedded_apart() -> None:
     torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), atol=1e-5, rtol=1e-4)
 
 
-def embedded(engine: EngineLoop, inputs: list[list[int]]) -> Any:
-    import threading
-
-    done, found = threading.Event(), []
-    engine.embed(inputs, lambda result: (found.append(result), done.set()))  # type: ignore[func-returns-value]
-    assert done.wait(WAIT_S)
-    assert not isinstance(found[0], Exception), found[0]
-    return found[0]
+def embedded(engine: EngineLoop, inputs: list[list[int]]) -> Vectors:
+    return engine.embed(inputs, [0] * len(inputs)).result(WAIT_S)
 
 
 def test_what_greedy_answers_say_does_not_change(llama: Any) -> None:

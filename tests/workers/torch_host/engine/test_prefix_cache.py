@@ -6,17 +6,17 @@ import asyncio
 import random
 import threading
 
-from greenroom.workers.torch_host.engine.prefix_cache import BlockPool, CachedBlock, PrefixCache
+from greenroom.workers.torch_host.engine.block_manager import PrefixCache
 from greenroom.workers.torch_host.engine.requests import CallbackQueue
+from greenroom.workers.torch_host.engine.sequence import CachedBlock
 from tests.waiting import until
 
 A, B = ("a", ""), ("b", "")
 BLOCK_BYTES = 1000
 
 
-def made(blocks: int) -> tuple[BlockPool, PrefixCache]:
-    free = BlockPool(blocks * 16)
-    return free, PrefixCache(free, BLOCK_BYTES)
+def made(blocks: int) -> PrefixCache:
+    return PrefixCache(blocks * 16, BLOCK_BYTES)
 
 
 def kept(cache: PrefixCache, owner: tuple[str, str], tokens: list[int]) -> list[CachedBlock]:
@@ -34,7 +34,7 @@ def run(first: int, count: int) -> list[int]:
 
 
 def test_the_longest_known_beginning_is_found_but_never_the_last_token() -> None:
-    _, cache = made(8)
+    cache = made(8)
     cache.release(kept(cache, A, run(0, 48)))
     assert len(cache.match(A, run(0, 100))) == 3
     assert len(cache.match(A, run(0, 48))) == 2
@@ -44,24 +44,24 @@ def test_the_longest_known_beginning_is_found_but_never_the_last_token() -> None
 
 
 def test_the_same_block_of_tokens_after_another_beginning_is_another_entry() -> None:
-    _, cache = made(8)
+    cache = made(8)
     cache.release(kept(cache, A, [*run(0, 16), *run(500, 16)]))
     assert len(cache.match(A, [*run(100, 16), *run(500, 17)])) == 0
 
 
 def test_unused_blocks_go_when_room_is_needed_oldest_first_and_leaves_first() -> None:
-    free, cache = made(4)
+    cache = made(4)
     cache.release(kept(cache, A, run(0, 32)))
     cache.release(kept(cache, A, run(100, 32)))
     cache.release(cache.match(A, run(0, 33)))
-    assert (free.free, cache.available) == (0, 4)
+    assert cache.available == 4
     cache.take(2)
     assert len(cache.match(A, run(0, 33))) == 2
     assert cache.match(A, run(100, 33)) == []
 
 
 def test_blocks_in_use_never_go() -> None:
-    _, cache = made(4)
+    cache = made(4)
     held = kept(cache, A, run(0, 32))
     assert cache.available == 2
     cache.take(2)
@@ -69,31 +69,30 @@ def test_blocks_in_use_never_go() -> None:
 
 
 def test_blocks_that_were_kept_before_are_not_kept_twice() -> None:
-    _, cache = made(8)
+    cache = made(8)
     first = kept(cache, A, run(0, 32))
     again = cache.take(2)
     assert cache.keep(A, run(0, 32), [], again) == []
-    assert cache.entries == 2
     cache.release(first)
 
 
 def test_a_flushed_block_in_use_is_not_found_and_freed_by_its_last_user() -> None:
-    free, cache = made(4)
+    cache = made(4)
     held = kept(cache, A, run(0, 32))
     assert cache.flush("a", None) == (32, 2 * BLOCK_BYTES)
     assert cache.match(A, run(0, 33)) == []
-    assert free.free == 2
+    assert cache.available == 2
     own = cache.take(1)
     # What follows a flushed block is not kept: it could not be found.
     assert cache.keep(A, run(0, 48), held, own) == []
     cache.release(held)
-    assert free.free == 3
-    assert cache.entries == 0
+    assert cache.available == 3
+    assert cache.flush(None, None) == (0, 0)
 
 
 def test_blocks_are_never_lost_and_never_in_two_places_whatever_happens() -> None:
     chance = random.Random(7)
-    free, cache = made(24)
+    cache = made(24)
     sequences: list[tuple[list[CachedBlock], list[int]]] = []
     for _ in range(3000):
         what = chance.random()
@@ -111,7 +110,7 @@ def test_blocks_are_never_lost_and_never_in_two_places_whatever_happens() -> Non
                 cache.release(held)
         elif sequences and what < 0.95:
             nodes, own = sequences.pop(chance.randrange(len(sequences)))
-            free.give(own)
+            cache.give(own)
             cache.release(nodes)
         else:
             cache.flush(chance.choice(["a", None]), chance.choice(["x", None]))

@@ -12,7 +12,7 @@ from greenroom.workers.torch_host.engine.sampling import (
     SamplerOutput,
     SequenceSampler,
     allowed_by,
-    filled_masks,
+    open_masks,
     random_uniform,
 )
 
@@ -188,7 +188,10 @@ def test_a_mask_leaves_only_what_is_allowed_and_neighbours_free() -> None:
         SequenceSampler(greedy, [], None),
         SequenceSampler(greedy, [], Allows(31)),
     ]
-    masks = filled_masks(bound, 70, lambda row, mask: bound[row].constraint.fill(mask), is_pinned=False)  # type: ignore[union-attr]
+    masks = open_masks(3, 70)
+    for sampler, mask in zip(bound, masks, strict=True):
+        if sampler.constraint is not None:
+            sampler.constraint.fill(mask)
     allowed = allowed_by(masks, 70)
     assert allowed[0].nonzero()[:, 0].tolist() == [3, 31, 64]
     assert bool(allowed[1].all())

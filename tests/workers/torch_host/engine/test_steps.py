@@ -72,6 +72,14 @@ def store() -> LayerKV:
     return stores_in(memory, [SHAPE], torch.float32, 7 * 16)[0]
 
 
+# Query, key and value of one token, and the step that computes it.
+TOKEN = some(1, HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, VALUE_DIM)
+
+
+def first_step() -> DecodeStep:
+    return DecodeStep([store()], AttentionKernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
+
+
 @pytest.mark.parametrize("how", HOWS)
 def test_pieces_of_prompts_see_their_own_past_and_nothing_else(how: AttentionOptions) -> None:
     kept = store()
@@ -128,7 +136,7 @@ def test_stores_lie_one_after_the_other_and_fill_what_was_counted() -> None:
     config: Any = type(
         "C", (), {"model_type": "x", "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32}
     )()
-    memory = torch.zeros(kv_bytes(config, "float16", 40), dtype=torch.uint8)
+    memory = torch.zeros(kv_bytes(config, 2, 40), dtype=torch.uint8)
     stores = stores_in(memory, [LayerShape(4, 8, 8)] * 3, torch.float16, 40)
     for number, one in enumerate(stores):
         one.key.fill_(2 * number + 1)
@@ -146,19 +154,16 @@ def test_stores_lie_one_after_the_other_and_fill_what_was_counted() -> None:
     ],
 )
 def test_a_model_that_does_otherwise_than_it_said_is_refused(layer: int | None, key: tuple[int, ...], why: str) -> None:
-    step = DecodeStep([store()], AttentionKernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
+    query, _, value = TOKEN
     with pytest.raises(BadModel, match=why):
-        step.attend(
-            layer, some(1, HEADS, 1, KEY_DIM), some(*key), some(1, KV_HEADS, 1, VALUE_DIM), AttentionOptions(scale=1.0)
-        )
+        first_step().attend(layer, query, some(*key), value, AttentionOptions(scale=1.0))
 
 
 def test_a_layer_that_attends_twice_in_a_step_is_refused() -> None:
-    step = DecodeStep([store()], AttentionKernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
-    parts = some(1, HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, VALUE_DIM)
-    step.attend(0, *parts, AttentionOptions(scale=1.0))
+    step = first_step()
+    step.attend(0, *TOKEN, AttentionOptions(scale=1.0))
     with pytest.raises(BadModel, match="layer 0 attends twice"):
-        step.attend(0, *parts, AttentionOptions(scale=1.0))
+        step.attend(0, *TOKEN, AttentionOptions(scale=1.0))
 
 
 def test_a_mask_of_the_models_own_and_a_look_ahead_are_refused_where_pages_are_read() -> None:
@@ -166,24 +171,21 @@ def test_a_mask_of_the_models_own_and_a_look_ahead_are_refused_where_pages_are_r
         layer_idx, is_causal = 0, True
 
     module, mask = Attention(), torch.zeros(1, 1, 1, 1)
-    parts = some(1, HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, VALUE_DIM)
-    step = DecodeStep([store()], AttentionKernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
+    step = first_step()
     with as_current_step(step), pytest.raises(BadModel, match="Attention makes an attention mask of its own"):
-        paged_attention(module, *parts, mask)
+        paged_attention(module, *TOKEN, mask)
     with as_current_step(step), pytest.raises(BadModel, match="Attention looks at later tokens"):
-        paged_attention(module, *parts, None, is_causal=False)
+        paged_attention(module, *TOKEN, None, is_causal=False)
     with as_current_step(step):
-        assert paged_attention(module, *parts, None)[0].shape == (1, 1, HEADS, VALUE_DIM)
+        assert paged_attention(module, *TOKEN, None)[0].shape == (1, 1, HEADS, VALUE_DIM)
 
 
 def test_attention_outside_of_a_step_and_a_bias_by_position_are_refused() -> None:
     module = torch.nn.Module()
-    parts = some(1, HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, KEY_DIM), some(1, KV_HEADS, 1, VALUE_DIM)
     with pytest.raises(RuntimeError, match="outside"):
-        paged_attention(module, *parts, None)
-    step = DecodeStep([store()], AttentionKernels(), torch.tensor([0]), torch.tensor([[1]], dtype=torch.int32))
-    with as_current_step(step), pytest.raises(BadModel, match="bias"):
-        paged_attention(module, *parts, None, position_bias=torch.zeros(1))
+        paged_attention(module, *TOKEN, None)
+    with as_current_step(first_step()), pytest.raises(BadModel, match="bias"):
+        paged_attention(module, *TOKEN, None, position_bias=torch.zeros(1))
 
 
 CPU = torch.device("cpu")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,12 @@ import torch
 from PIL import Image
 
 from greenroom.workers.torch_host.control.resources import DeviceContext
-from greenroom.workers.torch_host.control.slot_options import SlotOptions
+from greenroom.workers.torch_host.control.slot_options import Opening, SlotOptions
 from greenroom.workers.torch_host.failures import OutOfMemory
 from greenroom.workers.torch_host.images import preparing
 from greenroom.workers.torch_host.images.preparing import PreparedPipeline, prepare
 from greenroom.workers.torch_host.weights.device_memory import BorrowedArena
-from greenroom.workers.torch_host.weights.device_weights import CopyRate
+from greenroom.workers.torch_host.weights.upload import CopyRate
 from tests.workers.torch_host.images.test_pipelines import ARGUMENTS as FULL
 from tests.workers.torch_host.images.test_pipelines import is_same, plain
 from tests.workers.torch_host.samples.tiny_pipelines import KINDS, make_pipeline
@@ -73,7 +72,7 @@ def plain_picture(folder: Path) -> Any:
 def spread(folder: Path, descriptor: int, device_map: dict[str, int], *others: torch.device) -> PreparedPipeline:
     around = DeviceContext(ONE, CopyRate(), on_fatal=lambda error, say: say(), others=others)
     options = SlotOptions("s", "painter", folder, Path("/unused"), device_map=device_map)
-    return prepare(options, descriptor, around, lambda share: None, threading.Event())
+    return prepare(options, descriptor, around, Opening())
 
 
 def picture(made: PreparedPipeline, kind: str, said: dict[str, Any]) -> Any:

@@ -7,7 +7,6 @@ import base64
 import io
 import os
 import struct
-import threading
 import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,11 +22,11 @@ from PIL import Image
 from greenroom.workers.serving.errors import ApiError
 from greenroom.workers.serving.forms import Form
 from greenroom.workers.torch_host.control.resources import DeviceContext
-from greenroom.workers.torch_host.control.slot_options import SlotOptions
+from greenroom.workers.torch_host.control.slot_options import Opening, SlotOptions
 from greenroom.workers.torch_host.images.image_fields import PIXELS_MAX, read_edit, read_generation
 from greenroom.workers.torch_host.images.image_routes import serve_images
 from greenroom.workers.torch_host.images.preparing import PreparedPipeline, prepare
-from greenroom.workers.torch_host.weights.device_weights import CopyRate
+from greenroom.workers.torch_host.weights.upload import CopyRate
 from tests.waiting import until
 from tests.workers.torch_host.samples.tiny_pipelines import make_pipeline
 
@@ -43,7 +42,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     around = DeviceContext(torch.device("cpu"), CopyRate(), on_fatal=lambda error, say: say())
     memory = os.memfd_create("arena")
     options = SlotOptions("s", "painter", folder, Path("/unused"), threads=1)
-    found = prepare(options, memory, around, lambda share: None, threading.Event())
+    found = prepare(options, memory, around, Opening())
     found.weights.wake()
     found.engine.on_wake()
     yield found

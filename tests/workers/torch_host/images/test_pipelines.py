@@ -19,13 +19,13 @@ import torch
 from PIL import Image
 
 from greenroom.workers.torch_host.control.resources import DeviceContext
-from greenroom.workers.torch_host.control.slot_options import SlotOptions
+from greenroom.workers.torch_host.control.slot_options import Opening, SlotOptions
 from greenroom.workers.torch_host.failures import BadModel, Failure, OutOfMemory, WorkCancelled
 from greenroom.workers.torch_host.images import image_engine
 from greenroom.workers.torch_host.images.image_engine import ImageEngine, ImageJob
 from greenroom.workers.torch_host.images.preparing import PreparedPipeline, prepare
 from greenroom.workers.torch_host.weights.device_memory import BorrowedArena
-from greenroom.workers.torch_host.weights.device_weights import CopyRate
+from greenroom.workers.torch_host.weights.upload import CopyRate
 from tests.waiting import until_now
 from tests.workers.torch_host.samples.tiny_pipelines import KINDS, make_pipeline
 
@@ -49,7 +49,7 @@ def prepared(
 ) -> PreparedPipeline:
     around = DeviceContext(torch.device("cpu"), CopyRate(), on_fatal=lambda error, say: say())
     options = SlotOptions("s", "painter", folder, Path("/unused"), **changes)
-    return prepare(options, descriptor, around, lambda share: None, cancelled or threading.Event())
+    return prepare(options, descriptor, around, Opening(cancelled or threading.Event()))
 
 
 def asked(made: PreparedPipeline, kind: str, said: dict[str, Any], seeds: tuple[int, ...] = (7,)) -> Painted:

@@ -20,9 +20,17 @@ from greenroom.workers.torch_host.engine.requests import Sampling
 from greenroom.workers.torch_host.engine.steps import DecodeStep
 from greenroom.workers.torch_host.kernels.attention import AttentionKernels, AttentionOptions, stores_in
 from greenroom.workers.torch_host.kernels.rope import fuse_rope
-from tests.workers.torch_host.engine_rig import FakeDeviceModel, Flat, ask, device_model_of, prompt, random_model, said
+from tests.workers.torch_host.engine_rig import (
+    FakeDeviceModel,
+    Flat,
+    device_model_of,
+    prompt,
+    random_model,
+    said,
+    together,
+)
 from tests.workers.torch_host.kernels.test_rope import CONTEXT as LONGEST
-from tests.workers.torch_host.kernels.test_rope import ORIGINAL, built, check, told
+from tests.workers.torch_host.kernels.test_rope import ORIGINAL, TOLD, built, check
 
 pytestmark = pytest.mark.gpu
 TOKENS = 1024
@@ -54,7 +62,7 @@ def cuda_model(kind: str = "llama", cache_tokens: int = TOKENS, **changes: Any) 
                 weight.mul_(0.3)
     on_device = replace(device_model_of(model, 0), device=torch.device("cuda", 0), dtype=torch.bfloat16)
     on_device.module = model.to(on_device.device, on_device.dtype)
-    size = kv_bytes(model.config, on_device.dtype, cache_tokens)
+    size = kv_bytes(model.config, on_device.dtype.itemsize, cache_tokens)
     on_device.kv = Flat(torch.empty(size, dtype=torch.uint8, device=on_device.device))
     return on_device
 
@@ -90,10 +98,8 @@ def test_captured_steps_choose_as_computed_ones_before_and_after_sleep(changes: 
         engine = _awake(on_device)
         _graphs_of(engine).is_able = is_able
         for _ in range(2):
-            asked = [ask(one, 60) for one in prompts]
-            for one, _ in asked:
-                engine.submit(one)
-            told.append([answer.ids for _, answer in asked if answer.end.reason == "length"])
+            answers = together(engine, prompts, 60)
+            told.append([answer.ids for answer in answers if answer.end.reason == "length"])
             engine.on_sleep()
             on_device.kv.tensor.fill_(255)
             engine.on_wake()
@@ -135,14 +141,14 @@ def test_captured_steps_turn_each_sequence_by_its_own_length(name: str) -> None:
     if name == "gemma3" and ASKS_HOST:
         pytest.skip("this Transformers fails at it by itself")
     model = built(name)
-    plain, kv = copy.deepcopy(model), torch.empty(kv_bytes(model.config, "float32", TOKENS), dtype=torch.uint8)
+    plain, kv = copy.deepcopy(model), torch.empty(kv_bytes(model.config, 4, TOKENS), dtype=torch.uint8)
     on_device = replace(device_model_of(model, 0), device=torch.device("cuda", 0), kv=Flat(kv.cuda()))
     on_device.module = model.to(on_device.device)
     engine = EngineLoop(on_device, EngineSizes(TOKENS, 8, LONGEST), on_fatal=lambda error, say: say())
     engine.on_wake()
     prompts = [prompt(20), prompt(100), prompt(ORIGINAL - 5), prompt(ORIGINAL - 2, 1), prompt(68)]
     for _ in range(2):
-        for one, answer in zip(prompts, told(engine, prompts, 12), strict=True):
+        for one, answer in zip(prompts, together(engine, prompts, 12, TOLD), strict=True):
             check(plain, one, answer, 1e-3)
     assert _graphs_of(engine).is_able or ASKS_HOST
     engine.close()

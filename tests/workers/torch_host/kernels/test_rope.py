@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from greenroom.workers.torch_host.engine.batch_scheduler import PrefillLimits
-from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.engine.requests import Sampling
 from greenroom.workers.torch_host.engine.runner import UNCAPTURABLE, ModelRunner
 from greenroom.workers.torch_host.engine.steps import DecodeStep
@@ -19,7 +18,7 @@ from greenroom.workers.torch_host.failures import BadModel
 from greenroom.workers.torch_host.kernels.attention import AttentionKernels, as_current_step
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
 from tests.workers.torch_host.engine.test_model_check import embedded
-from tests.workers.torch_host.engine_rig import Answer, ask, device_model_of, prompt, running
+from tests.workers.torch_host.engine_rig import Answer, ask, device_model_of, prompt, running, together
 from tests.workers.torch_host.samples.tiny import SHARED, SIZES
 
 pytestmark = pytest.mark.slow
@@ -135,14 +134,6 @@ def check(plain: Any, tokens: Sequence[int], answer: Answer, apart: float = TOLE
         assert token.logprob == pytest.approx(float(want.max()), abs=apart), at
 
 
-def told(engine: EngineLoop, prompts: Sequence[list[int]], count: int, **more: Any) -> list[Answer]:
-    """All of them in one batch."""
-    asked = [ask(one, count, TOLD, **more) for one in prompts]
-    engine.submit(*(one for one, _ in asked))
-    assert all(answer.end for _, answer in asked)
-    return [answer for _, answer in asked]
-
-
 SHORT, LONG = prompt(20), prompt(100)
 
 
@@ -150,14 +141,14 @@ def test_a_sequence_alone_is_turned_as_its_length_asks(model: Any) -> None:
     plain = copy.deepcopy(model)
     with running(model, context=CONTEXT, prefill=PrefillLimits(tokens_max=32, tokens_first=32)) as engine:
         for one in (SHORT, LONG, SHORT):
-            check(plain, one, *told(engine, [one], 4, uses_cache=False))
+            check(plain, one, *together(engine, [one], 4, TOLD, uses_cache=False))
 
 
 def test_a_neighbour_of_another_length_changes_nothing(model: Any) -> None:
     plain = copy.deepcopy(model)
     prompts = [SHORT, LONG, prompt(ORIGINAL - 9), prompt(ORIGINAL), prompt(ORIGINAL + 1)]
     with running(model, context=CONTEXT) as engine:
-        for one, answer in zip(prompts, told(engine, prompts, 6, uses_cache=False), strict=True):
+        for one, answer in zip(prompts, together(engine, prompts, 6, TOLD, uses_cache=False), strict=True):
             check(plain, one, answer)
 
 
@@ -166,7 +157,7 @@ def test_an_answer_that_outgrows_the_original_length_goes_on_as_a_long_one(model
     prompts = [prompt(ORIGINAL - 5), prompt(ORIGINAL - 2, 1), SHORT, LONG, prompt(68)]
     with running(model, context=CONTEXT, batch_max=4) as engine:
         for _ in range(2):
-            for one, answer in zip(prompts, told(engine, prompts, 12), strict=True):
+            for one, answer in zip(prompts, together(engine, prompts, 12, TOLD), strict=True):
                 check(plain, one, answer)
 
 
@@ -176,9 +167,9 @@ def test_cached_blocks_are_shared_by_sequences_of_one_kind_only(model: Any) -> N
     short = long[: ORIGINAL - 4]
     for first, second in ((short, long), (long, short)):
         with running(model, context=CONTEXT) as engine:
-            told(engine, [first], 1)
+            together(engine, [first], 1, TOLD)
             for one in (second, first + others[0][:3], second + others[1][:1]):
-                check(plain, one, *told(engine, [one], 3))
+                check(plain, one, *together(engine, [one], 3, TOLD))
 
 
 @pytest.mark.parametrize("name", ["phi3", "phimoe", "gemma3"])
@@ -186,7 +177,7 @@ def test_a_prompt_finds_its_own_kind_in_the_cache(name: str) -> None:
     long = prompt(100)
     short = long[:36]
     with running(built(name), context=CONTEXT) as engine:
-        found = [told(engine, [one], 1)[0].cached_tokens for one in (short, long, short, long)]
+        found = [together(engine, [one], 1, TOLD)[0].cached_tokens for one in (short, long, short, long)]
     assert found == [0, 0, 32, 96]
     flushed = engine.flush(None, None)
     assert flushed[0] == 16 * (2 + 6)
@@ -201,7 +192,6 @@ def test_inputs_of_any_length_are_embedded_as_each_alone(name: str) -> None:
     sentence = SentenceConfig(pooling=("lasttoken",))
     with running(model, cache_tokens=0, sentence=sentence, context=CONTEXT) as engine:
         vectors = embedded(engine, inputs)
-    assert isinstance(vectors, list)
     for vector, one in zip(vectors, alone, strict=True):
         assert (torch.tensor(vector) - one).norm() < TOLERANCE * one.norm()
 

@@ -16,10 +16,9 @@ from greenroom.workers.torch_host.control.resources import numbers_in, processor
 from greenroom.workers.torch_host.failures import BadModel, OutOfMemory
 from greenroom.workers.torch_host.weights.arena import ALIGN_BYTES, HostArena, Layout, TensorPlace, lay_out, view_of
 from greenroom.workers.torch_host.weights.device_memory import BorrowedArena, PrivateArena
-from greenroom.workers.torch_host.weights.device_weights import RATE_UNKNOWN, CopyRate
 from greenroom.workers.torch_host.weights.fold import ChunkTable
 from greenroom.workers.torch_host.weights.safetensors_files import HEADER_MAX_BYTES, files_of, find_tensors, read_header
-from greenroom.workers.torch_host.weights.upload import hooked_modules
+from greenroom.workers.torch_host.weights.upload import RATE_UNKNOWN, CopyRate, hooked_modules
 
 
 def layout_of(*shapes: tuple[int, ...]) -> Layout:
@@ -169,7 +168,7 @@ def test_blocks_wait_as_a_whole_and_what_is_around_them_for_itself() -> None:
     model.body = torch.nn.Module()
     model.body.layers = torch.nn.ModuleList([block, block])
     model.head = torch.nn.Linear(2, 4)
-    found = [(part.module, part.owns_all) for part in hooked_modules(model)]
+    found = list(hooked_modules(model))
     expected = [(model, False), (model.embed, False), (model.body, False), (block, True), (block, True)]
     assert found == [*expected, (model.head, False)]
 

@@ -18,11 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from greenroom.workers.torch_host.weights import fold as fold_module
 from greenroom.workers.torch_host.weights import loading
 from greenroom.workers.torch_host.weights.arena import HostArena, lay_out, view_of
 from greenroom.workers.torch_host.weights.building import BuildOptions
-from greenroom.workers.torch_host.weights.fold import fold as fold_module
-from greenroom.workers.torch_host.weights.fold.fold import (
+from greenroom.workers.torch_host.weights.fold import (
     CHUNK_BYTES,
     FOLDED_BYTES_MAX,
     LANDING_CHUNKS,
@@ -32,9 +32,10 @@ from greenroom.workers.torch_host.weights.fold.fold import (
     Fold,
     fold,
 )
-from greenroom.workers.torch_host.weights.fold.folding import PROCESSES_MAX, Folding, FoldingFailed, FoldSettings
-from greenroom.workers.torch_host.weights.fold.unfolding import Unfolder, landing_index, unfold_plainly, unfolder
-from greenroom.workers.torch_host.weights.loading import LoadContext, TextModel
+from greenroom.workers.torch_host.weights.folding import PROCESSES_MAX, Folding, FoldingFailed, FoldSettings
+from greenroom.workers.torch_host.weights.loading import TextModel
+from greenroom.workers.torch_host.weights.reading import LoadContext
+from greenroom.workers.torch_host.weights.upload import Unfolder, landing_index, unfold_plainly, unfolder
 from tests.waiting import until_now
 from tests.workers.torch_host.samples import tiny
 
@@ -191,8 +192,12 @@ def test_what_could_not_be_folded_is_read_again(tmp_path: Path, descriptor: int)
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     built: list[HostArena] = []
-    settings = replace(PATIENT, program=program)
-    context = LoadContext(folds=True, folding=settings, on_built=lambda module, arena: built.append(arena))
+
+    class Load(LoadContext):
+        def on_built(self, module: torch.nn.Module, arena: HostArena) -> None:
+            built.append(arena)
+
+    context = Load(folds=True, folding=replace(PATIENT, program=program))
     loaded = loading.load(TextModel(BuildOptions(folder, attention="sdpa")), descriptor, False, context)
     assert built == [loaded.arena]
     assert not any(chunk.fold for chunk in loaded.arena.chunks)
@@ -369,7 +374,7 @@ def test_it_ends_with_its_worker_in_the_middle_of_a_chunk(descriptor: int) -> No
     """A later write would hit an arena that the next worker fills."""
     arena_of(descriptor, LANDING_CHUNKS + 20)
     program = (
-        "import os, sys, time; from greenroom.workers.torch_host.weights.fold.folding import Folding\n"
+        "import os, sys, time; from greenroom.workers.torch_host.weights.folding import Folding\n"
         "fd, size = map(int, sys.argv[1:])\n"
         "at_work = Folding(fd, size, [(0, size)]); at_work.filled(0, size)\n"
         "print(*(process.pid for process in at_work.processes), flush=True); time.sleep(60)\n"

@@ -19,9 +19,11 @@ from transformers import AutoModel, AutoModelForCausalLM
 from greenroom.workers.torch_host.failures import BadModel, OutOfMemory, WorkCancelled
 from greenroom.workers.torch_host.weights import building, loading
 from greenroom.workers.torch_host.weights.building import BuildOptions
-from greenroom.workers.torch_host.weights.device_weights import CopyRate, DeviceWeights
-from greenroom.workers.torch_host.weights.loading import LoadContext, LoadedModule, TextModel, load
+from greenroom.workers.torch_host.weights.device_weights import DeviceWeights
+from greenroom.workers.torch_host.weights.loading import LoadedModule, TextModel, load
+from greenroom.workers.torch_host.weights.reading import LoadContext
 from greenroom.workers.torch_host.weights.sentence_config import SentenceConfig
+from greenroom.workers.torch_host.weights.upload import CopyRate
 from tests.workers.torch_host.samples import tiny
 
 CPU = torch.device("cpu")

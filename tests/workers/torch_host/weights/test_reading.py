@@ -7,7 +7,6 @@ import gc
 import os
 import threading
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from safetensors.torch import save_file
 from greenroom.workers.torch_host.failures import BadModel, Failure, WorkCancelled
 from greenroom.workers.torch_host.weights import reading
 from greenroom.workers.torch_host.weights.arena import HostArena, TensorPlace, lay_out, view_of
-from greenroom.workers.torch_host.weights.reading import TensorRead, pieces_of
+from greenroom.workers.torch_host.weights.folding import Folding
+from greenroom.workers.torch_host.weights.reading import LoadContext, TensorRead, pieces_of
 from greenroom.workers.torch_host.weights.safetensors_files import StoredTensor, read_header
 from greenroom.workers.torch_host.weights.weight_file import WeightFile, bounce_for
 
@@ -28,7 +28,10 @@ DEADLINE_S = 60.0
 
 
 PIECE_BYTES = 8192
-read_all = partial(reading.read_all, piece_bytes=PIECE_BYTES)
+
+
+def read_all(transfers: list[TensorRead], arena: HostArena, context: LoadContext | None = None) -> int:
+    return reading.read_all(transfers, arena, context or LoadContext(), Folding(-1, 0, ()), PIECE_BYTES)
 
 
 @pytest.fixture
@@ -78,7 +81,7 @@ def test_the_bytes_are_the_same_whichever_way_they_come(
         monkeypatch.setattr(os, "open", without_direct)
     elif way == "refused when read":
         monkeypatch.setattr(os, "preadv", not_directly)
-    done = read_all(transfers, arena.tensor, arena.buffer)
+    done = read_all(transfers, arena)
     assert done == sum(tensor.numel() * 4 for tensor in weights.values())
     for name, tensor in weights.items():
         assert torch.equal(view_of(arena.tensor, arena.layout.places[name]), tensor.to(dtype))
@@ -108,7 +111,7 @@ def test_what_is_not_cached_is_asked_of_the_cache_by_the_byte(
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "preadv", nothing_cached)
-    read_all(transfers, arena.tensor, arena.buffer)
+    read_all(transfers, arena)
     assert asked
     assert set(asked) == {1}
 
@@ -157,7 +160,7 @@ def test_a_file_cut_off_meanwhile_is_bad(tmp_path: Path, weights: dict[str, torc
     arena, transfers = arena_for(path, weights, descriptor)
     os.truncate(path, path.stat().st_size - 5_000)
     with pytest.raises(BadModel, match="ends inside tensor"):
-        read_all(transfers, arena.tensor, arena.buffer)
+        read_all(transfers, arena)
 
 
 def test_a_file_that_is_gone_is_said_to_be(tmp_path: Path, weights: dict[str, torch.Tensor], descriptor: int) -> None:
@@ -165,14 +168,18 @@ def test_a_file_that_is_gone_is_said_to_be(tmp_path: Path, weights: dict[str, to
     arena, transfers = arena_for(path, weights, descriptor)
     path.unlink()
     with pytest.raises(Failure, match=r"model\.safetensors failed: No such file"):
-        read_all(transfers, arena.tensor, arena.buffer)
+        read_all(transfers, arena)
 
 
 def test_reading_stops_when_it_is_cancelled(tmp_path: Path, weights: dict[str, torch.Tensor], descriptor: int) -> None:
     arena, transfers = arena_for(tmp_path / "model.safetensors", weights, descriptor)
-    cancelled = threading.Event()
+
+    class Load(LoadContext):
+        def on_progress(self, share: float) -> None:
+            self.cancelled.set()
+
     with pytest.raises(WorkCancelled):
-        read_all(transfers, arena.tensor, arena.buffer, cancelled=cancelled, on_progress=lambda share: cancelled.set())
+        read_all(transfers, arena, Load())
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
 
 
@@ -181,10 +188,15 @@ def test_progress_reaches_1_and_files_are_closed(
 ) -> None:
     arena, transfers = arena_for(tmp_path / "model.safetensors", weights, descriptor)
     seen: list[float] = []
+
+    class Load(LoadContext):
+        def on_progress(self, share: float) -> None:
+            seen.append(share)
+
     # What failed before may still hold descriptors, and must not let go of them in between.
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    read_all(transfers, arena.tensor, arena.buffer, on_progress=seen.append)
+    read_all(transfers, arena, Load())
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
     assert len(os.listdir("/proc/self/fd")) == before
@@ -193,22 +205,32 @@ def test_progress_reaches_1_and_files_are_closed(
 def test_reading_threads_are_settled_first(tmp_path: Path, weights: dict[str, torch.Tensor], descriptor: int) -> None:
     arena, transfers = arena_for(tmp_path / "model.safetensors", weights, descriptor)
     settled: list[str] = []
-    read_all(transfers, arena.tensor, arena.buffer, on_thread=lambda: settled.append(threading.current_thread().name))
+
+    class Load(LoadContext):
+        def on_thread(self) -> None:
+            settled.append(threading.current_thread().name)
+
+    read_all(transfers, arena, Load())
     assert len(settled) == len(set(settled)) >= 4
 
 
 def test_what_is_begun_beside_reading_is_begun_while_every_thread_reads(
-    tmp_path: Path, weights: dict[str, torch.Tensor], descriptor: int
+    tmp_path: Path, weights: dict[str, torch.Tensor], descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arena, transfers = arena_for(tmp_path / "model.safetensors", weights, descriptor)
     begun = threading.Event()
+    fill = WeightFile.fill
 
-    class FilledOnceBegun(WeightFile):
-        def fill(self, *what: Any) -> int:
-            assert begun.wait(DEADLINE_S)
-            return super().fill(*what)
+    def fill_once_begun(self: WeightFile, *what: Any) -> int:
+        assert begun.wait(DEADLINE_S)
+        return fill(self, *what)
 
-    read_all(transfers, arena.tensor, arena.buffer, on_reading=begun.set, open_file=FilledOnceBegun)
+    class Load(LoadContext):
+        def on_reading(self) -> None:
+            begun.set()
+
+    monkeypatch.setattr(WeightFile, "fill", fill_once_begun)
+    read_all(transfers, arena, Load())
     assert begun.is_set()
 
 
@@ -217,11 +239,12 @@ def test_a_thread_that_cannot_settle_fails_all(
 ) -> None:
     arena, transfers = arena_for(tmp_path / "model.safetensors", weights, descriptor)
 
-    def fail() -> None:
-        raise Failure("no processor is near")
+    class Load(LoadContext):
+        def on_thread(self) -> None:
+            raise Failure("no processor is near")
 
     with pytest.raises(Failure, match="no processor is near"):
-        read_all(transfers, arena.tensor, arena.buffer, on_thread=fail)
+        read_all(transfers, arena, Load())
 
 
 def transfers_of(*ranges: tuple[int, int]) -> list[TensorRead]:

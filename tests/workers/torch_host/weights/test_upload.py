@@ -16,9 +16,8 @@ from greenroom.workers.torch_host.failures import DriverError, OutOfMemory
 from greenroom.workers.torch_host.weights.arena import HostArena, Layout, TensorPlace
 from greenroom.workers.torch_host.weights.device_memory import CudaArena
 from greenroom.workers.torch_host.weights.device_weights import Registration
-from greenroom.workers.torch_host.weights.fold import CHUNK_BYTES, ChunkTable, Unfolder
-from greenroom.workers.torch_host.weights.fold.fold import LANDING_CHUNKS, Fold
-from greenroom.workers.torch_host.weights.upload import WeightUpload
+from greenroom.workers.torch_host.weights.fold import CHUNK_BYTES, LANDING_CHUNKS, ChunkTable, Fold
+from greenroom.workers.torch_host.weights.upload import CopyRate, Unfolder, WeightUpload
 
 Clock = Counter[int]
 
@@ -103,7 +102,7 @@ def upload_of(
     device.start = weights.data_ptr()
     unfolder = Unfolder(weights, size, device.unfold)
     driver: Any = device
-    made: Any = WeightUpload(driver, torch.device("cpu"), host, weights, lambda size, seconds: None, unfolder, wanted)
+    made: Any = WeightUpload(driver, torch.device("cpu"), host, weights, CopyRate(), unfolder, wanted)
     device.streams = {stream.cuda_stream: stream for stream in (made._copy_stream, made._unfold_stream)}
     device.unfolds_on = made._unfold_stream
     module = torch.nn.Module()
@@ -167,7 +166,6 @@ def test_a_wake_that_cannot_begin_leaves_nothing_in_the_way(cuda: Device, monkey
         with pytest.raises(RuntimeError, match="new thread"):
             upload.begin(module)
     assert all(stream.synchronized for stream in cuda.streams.values())
-    assert upload.is_complete
     assert not module._forward_pre_hooks
     upload.begin(module)
     upload.wait_for_weights()
@@ -336,7 +334,6 @@ def test_undoing_does_not_wait_for_what_is_still_to_be_registered() -> None:
     driver = FakeDriver()
     driver.may_register.clear()
     registration = registration_of(driver, 100)
-    assert not registration.is_done
     undoing = threading.Thread(target=registration.undo)
     undoing.start()
     driver.may_register.set()

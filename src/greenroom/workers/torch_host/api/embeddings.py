@@ -65,20 +65,8 @@ async def _prompt_tokens(model: ModelContext, prompt: str) -> int:
 
 
 async def _embedded(model: ModelContext, inputs: Sequence[Sequence[int]], skipped: Sequence[int]) -> Vectors:
-    future: asyncio.Future[Vectors] = asyncio.get_running_loop().create_future()
-
-    def settle(result: Vectors | Exception) -> None:
-        # A caller that left has cancelled it.
-        if future.done():
-            return
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-
     try:
-        model.engine.embed(inputs, lambda result: model.callbacks.post(settle, result), skipped)
-        return await future
+        return await asyncio.wrap_future(model.engine.embed(inputs, skipped))
     except PromptTooLong as error:
         raise too_long(str(error)) from None
     except UnknownToken as error:

@@ -1,7 +1,8 @@
 """The control line from the gateway to this worker: one JSON object a line, answers in any order, files as SCM_RIGHTS.
 
-Owns the connection, the framing and the dispatch to `SlotOperations`. Operations of one slot run in the order of their
-arrival, those of different slots in parallel. Independent of what operations do. Read `ControlLine.serve` first.
+Owns the connection, the framing and the dispatch to the `SlotTable`. Operations of one slot run in that slot's own
+thread, in the order of their arrival. Independent of what operations do, and never imports torch. Read
+`ControlLine.serve` first.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from ..failures import Failure, UnknownSlot, WorkCancelled, is_fatal, translated
+from .slot_options import Opening
+
+if TYPE_CHECKING:
+    from .slots import SlotTable
 
 LINE_MAX_BYTES: Final = 2**20
 READ_BYTES: Final = 2**16
@@ -30,27 +35,10 @@ SEND_TIMEOUT_S: Final = 30.0
 log = logging.getLogger(__name__)
 
 Fields = Mapping[str, Any]
-Progress = Callable[[float], None]
-
-
-class SlotOperations(Protocol):
-    """What the gateway may ask for. Methods with a slot are called in that slot's own thread."""
-
-    def hello(self) -> Fields: ...
-    def look(self) -> Fields: ...
-    def open(self, message: Fields, descriptor: int, progress: Progress, cancelled: threading.Event) -> Fields:
-        """Takes ownership of the descriptor, whatever happens."""
-
-    def wake(self, slot: str) -> Fields: ...
-    def sleep(self, slot: str) -> Fields: ...
-    def flush(self, slot: str, tenant: str | None, tag: str | None) -> Fields: ...
-    def close(self, slot: str) -> Fields: ...
-    def lost(self, error: BaseException, say: Callable[[], None]) -> None:
-        """The device cannot be used any more: end this process, after `say` if this caller caused it."""
 
 
 class ControlLine:
-    def __init__(self, connection: socket.socket, slots: SlotOperations) -> None:
+    def __init__(self, connection: socket.socket, slots: SlotTable) -> None:
         self._connection, self._slots = connection, slots
         self._threads: dict[str, SlotThread] = {}
         self._files: deque[int] = deque()
@@ -82,7 +70,7 @@ class ControlLine:
             message = json.loads(line)
             number, operation = message["id"], message["op"]
         except (ValueError, KeyError, TypeError):
-            self._send({"id": None, "ok": False, "kind": "failed", "message": "That is not a request."})
+            self.send({"id": None, "ok": False, "kind": "failed", "message": "That is not a request."})
             return
         # A file belongs to the next `open`, even if that fails.
         descriptor = self._files.popleft() if operation == "open" and self._files else None
@@ -96,9 +84,9 @@ class ControlLine:
     def _dispatch(self, number: Any, operation: str, message: Fields, descriptor: int | None) -> None:
         slots = self._slots
         if operation == "hello":
-            return self._send({"id": number, "ok": True, **slots.hello()})
+            return self.send({"id": number, "ok": True, **slots.hello()})
         if operation == "look":
-            return self._send({"id": number, "ok": True, **slots.look()})
+            return self.send({"id": number, "ok": True, **slots.look()})
         slot = message.get("slot")
         if not isinstance(slot, str):
             raise Failure(f"{operation} needs a slot.")
@@ -131,12 +119,11 @@ class ControlLine:
             raise Failure(f"slot {slot} is open already.")
         thread = self._threads[slot] = SlotThread(slot)
 
-        def report(share: float) -> None:
-            self._send({"id": number, "progress": round(share, 4)})
+        opening = _ReportedOpening(self, number, thread.cancelled)
 
         def work() -> Fields:
             try:
-                return self._slots.open(message, descriptor, report, thread.cancelled)
+                return self._slots.open(message, descriptor, opening)
             except BaseException:
                 with self._threads_lock:
                     # If a close has arrived meanwhile, it comes next in this thread and ends it.
@@ -161,7 +148,7 @@ class ControlLine:
     def _later(self, thread: SlotThread, number: Any, work: Callable[[], Fields]) -> None:
         def answer() -> None:
             try:
-                self._send({"id": number, "ok": True, **work()})
+                self.send({"id": number, "ok": True, **work()})
             except BaseException as error:
                 self._refuse(number, error)
 
@@ -177,15 +164,26 @@ class ControlLine:
         answer = {"id": number, "ok": False, "kind": failure.kind, "message": str(failure)}
         if is_fatal(error):
             # Only the operation that lost the device is answered. The gateway repeats the others in another worker.
-            self._slots.lost(error, lambda: self._send(answer))
+            self._slots.lost(error, lambda: self.send(answer))
         else:
-            self._send(answer)
+            self.send(answer)
 
-    def _send(self, message: Fields) -> None:
+    def send(self, message: Fields) -> None:
         line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
         # A gateway that has hung up needs no answer; `serve` notices by itself.
         with self._sending, contextlib.suppress(OSError):
             self._connection.sendall(line)
+
+
+class _ReportedOpening(Opening):
+    """Reports to the gateway, under the number of its request."""
+
+    def __init__(self, line: ControlLine, number: Any, cancelled: threading.Event) -> None:
+        super().__init__(cancelled)
+        self._line, self._number = line, number
+
+    def report(self, share: float) -> None:
+        self._line.send({"id": self._number, "progress": round(share, 4)})
 
 
 def listen(path: str) -> socket.socket:

@@ -7,8 +7,6 @@ itself. Read `prepare` first.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +22,13 @@ from ..engine.model_shape import kv_bytes, text_config
 from ..kernels.attention import IMPLEMENTATION, register
 from ..text.tokens import TextCodec
 from ..weights.arena import HostArena
-from ..weights.building import BuildOptions, call_foreign, gguf_in
+from ..weights.building import BuildOptions, foreign_code, gguf_in
 from ..weights.device_memory import driver
 from ..weights.device_weights import DeviceWeights
-from ..weights.loading import LoadContext, TextModel, load
+from ..weights.loading import TextModel, load
 from ..weights.sentence_config import SentenceConfig, read_sentence_config
-from .resources import DeviceContext, WorkerResources, settle_near
-from .slot_options import CACHE_CONTEXTS, SlotOptions
+from .resources import DeviceContext, SlotLoad, WorkerResources
+from .slot_options import CACHE_CONTEXTS, Opening, SlotOptions
 
 # The context where neither the configuration nor the model states one.
 CONTEXT_UNKNOWN: Final = 2048
@@ -66,44 +64,34 @@ class PreparedText:
         self.text.close()
 
 
-def prepare(
-    order: SlotOptions,
-    descriptor: int,
-    device_context: DeviceContext,
-    progress: Callable[[float], None],
-    cancelled: threading.Event,
-) -> PreparedText:
+def prepare(order: SlotOptions, descriptor: int, device_context: DeviceContext, opening: Opening) -> PreparedText:
     """Fill or adopt the arena behind this memfd and build what a wake needs. Raises what its parts raise."""
     register()
     options = _options(order)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="prepare") as threads:
-        background = _Background(order, options, device_context, threads)
-        load_context = LoadContext(
-            arena_max_bytes=order.arena_max_bytes,
-            host_free_bytes=order.host_free_bytes,
-            # A CPU computes with the arena itself; a GPU gets a copy, which is faster if it is smaller.
-            folds=device_context.device.type == "cuda",
-            on_progress=progress,
-            cancelled=cancelled,
-            on_thread=lambda: settle_near(device_context.device),
-            on_reading=background.on_reading,
-            on_built=background.on_built,
-        )
+        background = _Background(order, options, device_context, threads, opening)
         try:
             # No reference to the module: its weights view the arena, and a traceback would keep both alive.
-            return background.joined(load(TextModel(options), descriptor, order.filled, load_context).read_bytes)
+            return background.joined(load(TextModel(options), descriptor, order.filled, background).read_bytes)
         except BaseException:
             background.undo()
             raise
 
 
-class _Background:
-    """The parts of one model that are built in other threads."""
+class _Background(SlotLoad):
+    """The parts of one model that are built in other threads while its weights are read."""
 
     def __init__(
-        self, order: SlotOptions, options: BuildOptions, device_context: DeviceContext, threads: ThreadPoolExecutor
+        self,
+        order: SlotOptions,
+        options: BuildOptions,
+        device_context: DeviceContext,
+        threads: ThreadPoolExecutor,
+        opening: Opening,
     ) -> None:
+        super().__init__(order, device_context, opening)
         self._order, self._options, self._device_context, self._threads = order, options, device_context, threads
+        self._module: torch.nn.Module | None = None
         self._arena: HostArena | None = None
         self._text: Future[TextCodec] | None = None
         self._engine: Future[tuple[DeviceWeights, EngineLoop]] | None = None
@@ -112,15 +100,18 @@ class _Background:
             # Takes half a second. Unlike torch's call, this one releases the interpreter lock.
             self._context = threads.submit(driver, device_context.device.index or 0)
 
+    def on_built(self, module: torch.nn.Module, arena: HostArena) -> None:
+        self._module, self._arena = module, arena
+        if self._text is not None:
+            self.on_reading()
+
     def on_reading(self) -> None:
         """The disk is busy: from now on the interpreter may be."""
         if self._text is None:
             self._text = self._threads.submit(self._load_text)
-
-    def on_built(self, module: torch.nn.Module, arena: HostArena) -> None:
-        self.on_reading()
-        self._arena = arena
-        self._engine = self._threads.submit(self._build_engine, module, arena)
+        if self._module is not None and self._arena is not None:
+            self._engine = self._threads.submit(self._build_engine, self._module, self._arena)
+            self._module = None
 
     def joined(self, read_bytes: int) -> PreparedText:
         """The prepared model, now that the arena is filled."""
@@ -142,13 +133,12 @@ class _Background:
         if self._arena is not None:
             self._arena.close()
         # A traceback keeps this object alive; references from here to an error would make a cycle.
-        self._text = self._engine = self._context = self._arena = None
+        self._text = self._engine = self._context = self._arena = self._module = None
 
     def _load_text(self) -> TextCodec:
         options = self._options
-        text: TextCodec = call_foreign(
-            options.folder, lambda: TextCodec.load(options.folder, options.trust_remote_code, options.gguf_file)
-        )
+        with foreign_code(options.folder):
+            text = TextCodec.load(options.folder, options.trust_remote_code, options.gguf_file)
         if self._order.chat_template is not None:
             text.use_template(self._order.chat_template)
         if options.sentence is not None:
@@ -188,7 +178,7 @@ def _weights_and_engine(
     cache_tokens = 0 if order.embedding else order.cache_tokens or CACHE_CONTEXTS * context
     if order.threads is not None and device_context.device.type == "cpu":
         torch.set_num_threads(order.threads)
-    room = 0 if order.embedding else kv_bytes(config, _dtype_name(module), cache_tokens)
+    room = 0 if order.embedding else kv_bytes(config, next(module.parameters()).dtype.itemsize, cache_tokens)
     weights = DeviceWeights(module, arena, device_context.device, room, device_context.copy_rate)
     try:
         return weights, EngineLoop(
@@ -219,7 +209,3 @@ def _context(order: SlotOptions, config: Any) -> int:
     limit = getattr(text_config(config), "max_position_embeddings", None)
     known = limit if isinstance(limit, int) and limit > 0 else None
     return min(order.context or known or CONTEXT_UNKNOWN, known or order.context or CONTEXT_UNKNOWN)
-
-
-def _dtype_name(module: torch.nn.Module) -> str:
-    return str(next(tensor.dtype for tensor in module.parameters())).removeprefix("torch.")

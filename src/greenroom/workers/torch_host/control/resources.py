@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +20,10 @@ from ..failures import OnFatal
 from ..sandbox.pool import SandboxPool
 from ..sandbox.schema_trials import SCHEMAS, SchemaTrials
 from ..text.templates import TEMPLATES
-from ..weights.device_weights import CopyRate, DeviceWeights
-from .slot_options import SlotOptions
+from ..weights.device_weights import DeviceWeights
+from ..weights.reading import LoadContext
+from ..weights.upload import CopyRate
+from .slot_options import Opening, SlotOptions
 
 DEVICES = Path("/sys/bus/pci/devices")
 NODES = Path("/sys/devices/system/node")
@@ -72,6 +73,22 @@ def numbers_in(text: str) -> set[int]:
     return found
 
 
+class SlotLoad(LoadContext):
+    """The load of one slot: reports to the gateway, and reads near the device."""
+
+    def __init__(self, order: SlotOptions, device_context: DeviceContext, opening: Opening) -> None:
+        # A CPU computes with the arena itself; a GPU gets a copy, which is faster if it is smaller.
+        folds = all(device.type == "cuda" for device in device_context.devices)
+        super().__init__(order.arena_max_bytes, order.host_free_bytes, folds, cancelled=opening.cancelled)
+        self._device, self._opening = device_context.device, opening
+
+    def on_progress(self, share: float) -> None:
+        self._opening.report(share)
+
+    def on_thread(self) -> None:
+        settle_near(self._device)
+
+
 # A loop that does not get to open or close a socket for this long is stuck.
 LOOP_TIMEOUT_S: Final = 60.0
 _Answer = TypeVar("_Answer")
@@ -119,9 +136,9 @@ class PreparedModel(Protocol):
         """Release everything, engine first."""
 
 
-Prepare = Callable[[SlotOptions, int, DeviceContext, Callable[[float], None], threading.Event], PreparedModel]
+Prepare = Callable[[SlotOptions, int, DeviceContext, Opening], PreparedModel]
 """Fills or adopts the arena behind a memfd and builds what a wake needs. Raises what its parts raise; then nothing is
-left. Gets the options, the memfd, the device, a function to report progress to, and an event that cancels it."""
+left."""
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@ version: a missing option has its default, an unknown one is ignored, and the er
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,16 @@ class SlotOptions:
     """A file with the chat template to use instead of the model's own."""
     device_map: Mapping[str, int] = field(default_factory=dict)
     """Which of the visible GPUs holds each component of a pipeline; those that are not named are on the first."""
+
+
+@dataclass
+class Opening:
+    """One `open`, and whether its result is still wanted."""
+
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def report(self, share: float) -> None:
+        """This share of the work is done."""
 
 
 def read_slot_options(message: Mapping[str, Any]) -> SlotOptions:

@@ -20,7 +20,7 @@ from ...serving.http import HttpServer
 from ..failures import POISONED_EXIT, BadModel, Stuck, UnknownSlot, WorkCancelled
 from ..weights.device_weights import DeviceWeights
 from .resources import DeviceContext, SlotEngine, WorkerResources
-from .slot_options import SlotOptions, read_slot_options
+from .slot_options import Opening, SlotOptions, read_slot_options
 
 
 class WorkerSlot:
@@ -48,8 +48,7 @@ class WorkerSlot:
         options: SlotOptions,
         descriptor: int,
         resources: WorkerResources,
-        progress: Callable[[float], None],
-        cancelled: threading.Event,
+        opening: Opening,
     ) -> tuple[WorkerSlot, dict[str, Any]]:
         """Fill the arena, build everything, listen. Passes on errors of these; nothing is left of the slot then."""
         began = time.monotonic()
@@ -57,16 +56,17 @@ class WorkerSlot:
             undo.callback(os.close, descriptor)
             if not options.filled:
                 # The gateway holds the memfd too: it must not keep the memory of a model that could not be opened.
-                refill = undo.enter_context(_Emptied(descriptor))
+                emptying = undo.enter_context(ExitStack())
+                emptying.callback(os.ftruncate, descriptor, 0)
             device, *others = _devices(options)
             around = DeviceContext(device, resources.copy_rate, resources.on_fatal, tuple(others))
-            made = resources.prepare(options, descriptor, around, progress, cancelled)
+            made = resources.prepare(options, descriptor, around, opening)
             undo.callback(made.close)
-            if cancelled.is_set():
+            if opening.cancelled.is_set():
                 raise WorkCancelled(f"{options.model} is not wanted any more.")
             served = resources.run(made.serve(options.socket, options.model, resources))
             if not options.filled:
-                refill.keep()
+                emptying.pop_all()
             hosted = cls(made.weights, made.engine, served, resources, undo.pop_all(), made.host_bytes)
         answer = {
             "arena_bytes": hosted.host_bytes,
@@ -139,24 +139,6 @@ class WorkerSlot:
         self._cleanup.close()
 
 
-class _Emptied:
-    """Truncates a memfd on exit, unless `keep` was called."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._keeps = False
-
-    def keep(self) -> None:
-        self._keeps = True
-
-    def __enter__(self) -> _Emptied:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self._keeps:
-            os.ftruncate(self._descriptor, 0)
-
-
 def _devices(options: SlotOptions) -> list[torch.device]:
     wants = options.device if options.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if wants == "cuda" and not torch.cuda.is_available():
@@ -180,7 +162,7 @@ log = logging.getLogger(__name__)
 
 
 class SlotTable:
-    """Implements `SlotOperations`."""
+    """What the gateway may ask for. Methods with a slot are called in that slot's own thread."""
 
     def __init__(self, resources: WorkerResources, saying_s: float = SAYING_S) -> None:
         self._saying_s = saying_s
@@ -202,20 +184,15 @@ class SlotTable:
         slots = {slot: hosted.look() for slot, hosted in list(self._slots.items())}
         return {"slots": slots, "device_bytes_own": _own_bytes()}
 
-    def open(
-        self,
-        message: Mapping[str, Any],
-        descriptor: int,
-        progress: Callable[[float], None],
-        cancelled: threading.Event,
-    ) -> Mapping[str, Any]:
+    def open(self, message: Mapping[str, Any], descriptor: int, opening: Opening) -> Mapping[str, Any]:
+        """Takes ownership of the descriptor, whatever happens."""
         _show_gpus(message.get("gpus"))
         try:
             options = read_slot_options(message)
         except BaseException:
             os.close(descriptor)
             raise
-        hosted, answer = WorkerSlot.open(options, descriptor, self._resources, progress, cancelled)
+        hosted, answer = WorkerSlot.open(options, descriptor, self._resources, opening)
         self._slots[options.slot] = hosted
         log.info("opened slot=%s model=%s took_s=%.2f", options.slot, options.model, answer["seconds"])
         return answer

@@ -23,7 +23,7 @@ from .block_manager import BlockManager
 from .model_shape import BLOCK_TOKENS
 from .requests import EndReason, GenerationRequest
 from .runner import DecodeRow, ModelRunner, PrefillChunk
-from .sampling import BatchSampler, PendingTokens, filled_masks
+from .sampling import BatchSampler, PendingTokens, open_masks
 from .sequence import Sequence
 
 log = logging.getLogger(__name__)
@@ -87,8 +87,6 @@ class BatchScheduler:
         self._prefill_tokens = prefill.tokens_first if self._is_slow else prefill.tokens_max
         # Prompt tokens that fit into device memory: halved after a failure, then slowly raised.
         self._prefill_fits = prefill.tokens_max
-        self.computed_tokens = 0
-        self.preempted = 0
 
     @property
     def is_busy(self) -> bool:
@@ -177,7 +175,6 @@ class BatchScheduler:
     def _preempt(self, sequence: Sequence) -> None:
         log.info("sequence preempted ask=%s tokens=%d", sequence.request.id, len(sequence.tokens))
         self._requeue(sequence)
-        self.preempted += 1
 
     def _requeue(self, sequence: Sequence) -> None:
         """Free its blocks and put it at the front of the queue."""
@@ -224,7 +221,6 @@ class BatchScheduler:
         # From here on nothing can fail on the device, so nothing is counted twice.
         for sequence, chunk in zip(sequences, chunks, strict=True):
             sequence.computed += len(chunk.tokens)
-            self.computed_tokens += len(chunk.tokens)
         sampled = [] if chosen is None else chosen.tokens([one.request.sampling.logprobs for one in finished])
         spent = (time.monotonic() - began) / (most - left)
         limits = self._prefill_limits
@@ -367,20 +363,17 @@ class BatchScheduler:
             if not sequence.is_ended:
                 sequence.computed += 1
                 sequence.compute_s += spent
-                self.computed_tokens += 1
                 sequence.add_token(token)
         self._drop_ended()
 
     def _masks(self, sequences: list[Sequence], logits: torch.Tensor) -> torch.Tensor:
-        def fill(row: int, mask: torch.Tensor) -> None:
-            sequence = sequences[row]
+        masks = open_masks(len(sequences), logits.shape[-1], logits.is_cuda)
+        for sequence, mask in zip(sequences, masks, strict=True):
             if sequence.is_ended or sequence.request.constraint is None:
-                return
+                continue
             try:
                 sequence.request.constraint.fill(mask)
             except Exception as error:  # Foreign code: its failure ends this answer and no other.
                 mask.fill_(-1)
                 sequence.end("error", f"the output constraint failed: {translated(error)}")
-
-        masks = filled_masks([one.sampler for one in sequences], logits.shape[-1], fill, logits.is_cuda)
         return masks.to(logits.device, non_blocking=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from ..failures import Failure, OnFatal, OutOfMemory, is_fatal, told
@@ -19,7 +20,7 @@ from .batch_scheduler import PREFILL, BatchScheduler, PrefillLimits
 from .block_manager import BlockManager
 from .embedding import Embedder, group_by_length
 from .model_check import ModelCheck
-from .model_shape import BLOCK_TOKENS, item_bytes, token_limits
+from .model_shape import BLOCK_TOKENS, token_limits
 from .model_thread import SWITCH_TIMEOUT_S, ModelThread
 from .requests import GenerationRequest, PromptTooLong, UnknownToken, Vectors
 from .runner import DeviceModel, ModelRunner
@@ -36,18 +37,9 @@ class EmbeddingJob:
 
     inputs: Sequence[Sequence[int]]
     skipped: Sequence[int]
-    done: Callable[[Vectors | Exception], None]
-    groups: list[list[int]] = field(default_factory=list)
+    groups: list[list[int]]
+    done: Future[Vectors] = field(default_factory=Future)
     found: dict[int, list[float]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters of one engine since it was built, and the blocks that can be allocated now."""
-
-    computed_tokens: int
-    preempted: int
-    available_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +82,7 @@ class EngineLoop(ModelThread):
             self._runner = ModelRunner(model, sizes.cache_tokens, sizes.batch_max, self.context)
             self.context = self._runner.context
             numbers = sum(shape.numbers for shape in self._runner.shapes)
-            block_bytes = numbers * item_bytes(model.dtype) * BLOCK_TOKENS
+            block_bytes = numbers * model.dtype.itemsize * BLOCK_TOKENS
             self._block_manager = BlockManager(sizes.cache_tokens, block_bytes, self._runner.rope_switches)
             self._scheduler = BatchScheduler(
                 self._runner, self._block_manager, sizes.batch_max, self._on_sequence_end, on_fatal, sizes.prefill
@@ -132,34 +124,22 @@ class EngineLoop(ModelThread):
                 f"Tokens {min(tokens)} to {max(tokens)} were asked for; the model's weights have 0 to {count - 1}."
             )
 
-    def embed(
-        self,
-        inputs: Sequence[Sequence[int]],
-        done: Callable[[Vectors | Exception], None],
-        skipped: Sequence[int] | None = None,
-    ) -> None:
+    def embed(self, inputs: Sequence[Sequence[int]], skipped: Sequence[int]) -> Future[Vectors]:
         if self._embedder is None:
-            done(PromptTooLong("This model writes text; it makes no embeddings."))
-            return
+            raise PromptTooLong("This model writes text; it makes no embeddings.")
         longest = max((len(one) for one in inputs), default=0)
         if not inputs or longest > self.context or not all(inputs):
-            done(
-                PromptTooLong(
-                    f"An input has {longest:,} tokens; each must have at least one and at most {self.context:,}."
-                )
+            raise PromptTooLong(
+                f"An input has {longest:,} tokens; each must have at least one and at most {self.context:,}."
             )
-            return
-        try:
-            self._check_known([token for one in inputs for token in (min(one), max(one))], self.limits.tokens)
-        except UnknownToken as error:
-            done(error)
-            return
+        self._check_known([token for one in inputs for token in (min(one), max(one))], self.limits.tokens)
+        job = EmbeddingJob(inputs, skipped, group_by_length(inputs, self._embedder.pads))
         with self._condition:
             self._check_open()
-            skips = [0] * len(inputs) if skipped is None else skipped
-            self._jobs.append(EmbeddingJob(inputs, skips, done, group_by_length(inputs, self._embedder.pads)))
+            self._jobs.append(job)
             self._in_flight += 1
             self._condition.notify_all()
+        return job.done
 
     def flush(self, tenant: str | None, tag: str | None) -> tuple[int, int]:
         return self._block_manager.flush(tenant, tag)
@@ -176,13 +156,6 @@ class EngineLoop(ModelThread):
     @property
     def kv_bytes(self) -> int | None:
         return None if self._runner is None else self._block_manager.size_bytes
-
-    @property
-    def stats(self) -> EngineStats:
-        computed, preempted = (0, 0)
-        if self._scheduler is not None:
-            computed, preempted = self._scheduler.computed_tokens, self._scheduler.preempted
-        return EngineStats(computed, preempted, self._block_manager.available)
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
@@ -251,10 +224,13 @@ class EngineLoop(ModelThread):
         with self._condition:
             self._jobs.remove(job)
         self._on_sequence_end()
-        try:
-            job.done(result)
-        except Exception:
-            log.exception("no request took the embeddings")
+        # False if the caller left.
+        if not job.done.set_running_or_notify_cancel():
+            return
+        if isinstance(result, Exception):
+            job.done.set_exception(result)
+        else:
+            job.done.set_result(result)
 
     def _switch(self, *, awake: bool) -> None:
         if self._runner is not None and awake:

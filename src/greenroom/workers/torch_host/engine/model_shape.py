@@ -21,7 +21,6 @@ SCRATCH_BLOCK = 0
 # Alignment of each layer's keys and values, so kernels can use their widest loads.
 STORE_ALIGN = 512
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 # Kinds of layer whose only state is the keys and values of every token.
 PAGED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 # Attributes that determine the bytes per token of a layer.
@@ -99,12 +98,6 @@ def _latent_shape(text: Any) -> LayerShape:
     )
 
 
-def item_bytes(dtype: Any) -> int:
-    """Bytes of one number; takes torch's dtype or its name."""
-    size = getattr(dtype, "itemsize", None)
-    return int(size) if size is not None else ITEM_BYTES[str(dtype).removeprefix("torch.")]
-
-
 def blocks_for(tokens: int) -> int:
     return -(-tokens // BLOCK_TOKENS)
 
@@ -119,9 +112,8 @@ def store_bytes(numbers_per_token: int, item: int, cache_tokens: int) -> int:
     return -(-exact // STORE_ALIGN) * STORE_ALIGN
 
 
-def kv_bytes(config: Any, dtype: Any, cache_tokens: int) -> int:
-    """Bytes of KV memory that hold this many tokens, scratch and alignment included."""
-    item = item_bytes(dtype)
+def kv_bytes(config: Any, item: int, cache_tokens: int) -> int:
+    """Bytes of KV memory that hold this many tokens of numbers of `item` bytes, scratch and alignment included."""
     return sum(
         store_bytes(shape.kv_heads * shape.key_dim, item, cache_tokens)
         + store_bytes(shape.kv_heads * shape.value_dim, item, cache_tokens)

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -120,14 +121,9 @@ class InferenceEngine(Protocol):
         """Queue these requests. As many as fit join the batch before any of them generates; the rest wait in order.
         Raises PromptTooLong if one can never fit, and UnknownToken; then none is queued."""
 
-    def embed(
-        self,
-        inputs: Sequence[Sequence[int]],
-        done: Callable[[Vectors | Exception], None],
-        skipped: Sequence[int] | None = None,
-    ) -> None:
-        """One vector per input. `done` is called exactly once, from any thread. `skipped`: how many tokens at the
-        beginning of each input are computed but not pooled."""
+    def embed(self, inputs: Sequence[Sequence[int]], skipped: Sequence[int]) -> Future[Vectors]:
+        """One vector per input. `skipped`: how many tokens at the beginning of each are computed but not pooled. Raises
+        PromptTooLong for an input that can never fit, and UnknownToken."""
 
     def flush(self, tenant: str | None, tag: str | None) -> tuple[int, int]:
         """Drop cached prefixes of this tenant and tag; None means any. Returns tokens removed and bytes freed."""

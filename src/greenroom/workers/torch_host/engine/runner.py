@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -50,39 +50,29 @@ def token_sizes(context: int) -> tuple[int, ...]:
     return (*sizes, context)
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
-    graph: Any
-    out: torch.Tensor
-
-
 class Graphs:
-    """`compute(rows, width)` followed by `advance(rows)`, as graphs on a CUDA device."""
+    """Decode steps as graphs on a CUDA device, by rows and width."""
 
-    def __init__(self, compute: Callable[[int, int], torch.Tensor], advance: Callable[[int], None]) -> None:
-        self._compute = compute
-        self._advance = advance
-        self._captured: dict[tuple[int, int], Captured] = {}
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        # Each graph, and where it leaves its result.
+        self._captured: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._side: Any = None
         self.is_able = True
 
     def run(self, rows: int, width: int) -> torch.Tensor:
-        """The result of `compute`. Valid until the next run, in stream order."""
+        """The logits of a step. Valid until the next run, in stream order."""
         found = self._captured.get((rows, width))
         if found is None and self.is_able:
             found = self._capture(rows, width)
         if found is None:
-            return self._step(rows, width)
-        found.graph.replay()
-        return found.out
-
-    def _step(self, rows: int, width: int) -> torch.Tensor:
-        out = self._compute(rows, width)
-        self._advance(rows)
+            return self._runner.step(rows, width)
+        graph, out = found
+        graph.replay()
         return out
 
-    def _capture(self, rows: int, width: int) -> Captured | None:
+    def _capture(self, rows: int, width: int) -> tuple[Any, torch.Tensor] | None:
         began = time.monotonic()
         side = self._capturing_stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -98,8 +88,8 @@ class Graphs:
             return None
         torch.cuda.current_stream().wait_stream(side)
         log.info("graph captured rows=%d width=%d took_s=%.3f", rows, width, time.monotonic() - began)
-        self._captured[rows, width] = Captured(graph, out)
-        return self._captured[rows, width]
+        self._captured[rows, width] = graph, out
+        return graph, out
 
     def _capturing_stream(self) -> Any:
         """The current stream, or a side stream if that is the default one, which cannot capture. Always the same side
@@ -114,12 +104,12 @@ class Graphs:
     def _record(self, graph: Any, rows: int, width: int) -> torch.Tensor:
         # The first run lets libraries allocate and kernels compile, which a graph must not contain. Computing the step
         # twice is safe: it writes the same keys and values again, as long as positions do not advance.
-        self._compute(rows, width)
+        self._runner.compute(rows, width)
         torch.cuda.current_stream().synchronize()
         # Only this thread is bound by the rules of capture: other models may allocate meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            out = self._step(rows, width)
+            out = self._runner.step(rows, width)
         finally:
             graph.capture_end()
         return out
@@ -197,11 +187,7 @@ class ModelRunner:
             if self.kernels.pages:
                 fuse_rope(model.module, self.shapes[0].key_dim, model.dtype, model.device)
             if text_config(model.config).model_type not in UNCAPTURABLE:
-                self._graphs = Graphs(self._compute, self.inputs.advance)
-
-    @staticmethod
-    def kv_bytes(config: Any, dtype: Any, cache_tokens: int) -> int:
-        return kv_bytes(config, dtype, cache_tokens)
+                self._graphs = Graphs(self)
 
     def on_wake(self) -> None:
         """KV memory is mapped again. It is zeroed: masked positions must hold finite numbers."""
@@ -216,7 +202,9 @@ class ModelRunner:
     def scratch_memory(self, rows: int, tokens: int) -> Iterator[None]:
         """Inside, steps use temporary inputs and KV memory, and are not captured."""
         model, kept = self.model, (self.inputs, self._stores, self._graphs)
-        memory = torch.zeros(kv_bytes(model.config, model.dtype, tokens), dtype=torch.uint8, device=model.device)
+        memory = torch.zeros(
+            kv_bytes(model.config, model.dtype.itemsize, tokens), dtype=torch.uint8, device=model.device
+        )
         self.inputs = DecodeInputs(rows, blocks_for(tokens) + 1, model.device)
         self._stores, self._graphs = stores_in(memory, self.shapes, model.dtype, tokens), None
         try:
@@ -253,11 +241,16 @@ class ModelRunner:
         is_small = self.kernels.pages or size * length <= GATHERED_TOKENS_MAX
         if self._graphs is not None and is_small:
             return self._graphs.run(size, blocks_for(length))[:count]
-        logits = self._compute(count, blocks_for(longest))
+        return self.step(count, blocks_for(longest))
+
+    def step(self, count: int, width: int) -> torch.Tensor:
+        """Compute the logits of the first `count` rows and advance their positions."""
+        logits = self.compute(count, width)
         self.inputs.advance(count)
         return logits
 
-    def _compute(self, count: int, width: int) -> torch.Tensor:
+    def compute(self, count: int, width: int) -> torch.Tensor:
+        """The logits of the first `count` rows. Positions stay, so it may be called again."""
         tokens, positions, table = self.inputs.views(count, width)
         step = DecodeStep(self._stores, self.kernels, positions, table)
         return self._forward(step, tokens[:, None], positions[:, None], None)[:, -1]
@@ -306,7 +299,6 @@ class DecodeInputs:
     def __init__(self, batch_max: int, width_max: int, device: torch.device) -> None:
         self._device = device
         self._is_cuda = device.type == "cuda"
-        self.width_max = width_max
         # Token, position and increment of the position, in one tensor: one upload for all three.
         self._state = torch.zeros((3, batch_max), dtype=torch.long, device=device)
         self._table = torch.full((batch_max, width_max), SCRATCH_BLOCK, dtype=torch.int32, device=device)

@@ -8,7 +8,7 @@ the same token whatever else is in the batch. Read `BatchSampler.choose` first.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -246,16 +246,9 @@ def allowed_by(masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return ((masks[:, :, None] >> bits) & 1).bool().view(masks.shape[0], -1)[:, :vocabulary]
 
 
-def filled_masks(
-    samplers: Sequence[SequenceSampler], vocabulary: int, fill: Callable[[int, torch.Tensor], None], is_pinned: bool
-) -> torch.Tensor:
-    """One bitmask per row, on the host: all ones without a constraint, else written by `fill(row, mask)`."""
-    words = -(-vocabulary // WORD_BITS)
-    masks = torch.full((len(samplers), words), -1, dtype=torch.int32, pin_memory=is_pinned)
-    for row, one in enumerate(samplers):
-        if one.constraint is not None:
-            fill(row, masks[row])
-    return masks
+def open_masks(rows: int, vocabulary: int, is_pinned: bool = False) -> torch.Tensor:
+    """One bitmask per row, on the host, which allows every token."""
+    return torch.full((rows, -(-vocabulary // WORD_BITS)), -1, dtype=torch.int32, pin_memory=is_pinned)
 
 
 def _signed(seed: int) -> int:

@@ -9,13 +9,31 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from ..failures import shortened
-from .prefix_cache import CachedBlock, Owner
 from .requests import End, EndReason, GenerationRequest, Token
 from .sampling import SequenceSampler
 
 log = logging.getLogger(__name__)
+
+# Tenant, tag and rope band: blocks are shared only where all three are equal.
+Owner = tuple[str, str, int]
+BlockKey = tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class CachedBlock:
+    """One cached block. A sequence that uses it also uses all its ancestors."""
+
+    owner: Owner
+    block: int
+    parent: CachedBlock | None
+    key: BlockKey
+    users: int = 0
+    is_reachable: bool = True
+    """False once flushed: no match finds it, and its block is freed with its last user."""
+    children: dict[BlockKey, CachedBlock] = field(default_factory=dict)
 
 
 class Sequence:

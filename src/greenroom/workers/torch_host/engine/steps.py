@@ -21,7 +21,6 @@ from ..kernels.attention import (
     attend_packed,
     attend_paged,
     attend_plain,
-    store_of,
 )
 from .model_shape import BLOCK_TOKENS
 
@@ -54,11 +53,22 @@ class _Paged:
         self._attended: set[int | None] = set()
 
     def _store(self, layer: int | None, key: torch.Tensor, value: torch.Tensor) -> LayerKV:
-        """Raises BadModel if a layer attends twice: its second keys would overwrite the first."""
+        """The KV view of this layer. Raises BadModel if it attends twice, as its second keys would overwrite the first,
+        or if it is not what the configuration says."""
         if layer in self._attended:
             raise BadModel(f"layer {layer} attends twice for each token; paged KV memory keeps its keys once.")
         self._attended.add(layer)
-        return store_of(self._stores, layer, key, value)
+        if layer is None or not 0 <= layer < len(self._stores):
+            layers = len(self._stores)
+            raise BadModel(f"a layer with number {layer} attends, but the configuration speaks of {layers} layers.")
+        store = self._stores[layer]
+        key_shape, value_shape = (key.shape[1], key.shape[3]), (value.shape[1], value.shape[3])
+        if key_shape != store.key.shape[1:] or value_shape != store.value.shape[1:]:
+            raise BadModel(
+                f"layer {layer} has keys of {key.shape[1]} heads of {key.shape[3]} and values of {value.shape[1]} heads"
+                f" of {value.shape[3]}, which is not what the configuration says."
+            )
+        return store
 
 
 class PrefillStep(_Paged):

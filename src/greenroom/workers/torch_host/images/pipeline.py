@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import diffusers
@@ -77,7 +78,8 @@ class PipelineSource:
         known = {component.name: _class_of(component) for component in self._files.components}
         if None in known.values():
             # Only diffusers finds such classes, and only where its code is trusted.
-            found = self._call(lambda: diffusers.DiffusionPipeline.from_pretrained(**self._source, **self._how(None)))
+            with self._foreign_code():
+                found = diffusers.DiffusionPipeline.from_pretrained(**self._source, **self._how(None))
             parts = {name: getattr(found, name) for name in known}
         else:
             parts = {one.name: self._loaded(one, known[one.name]) for one in self._files.components}
@@ -87,9 +89,8 @@ class PipelineSource:
 
     def _loaded(self, component: Component, kind: Any) -> torch.nn.Module:
         how = {"dtype": self._dtype, "local_files_only": True, "output_loading_info": True}
-        module, report = self._call(
-            lambda: kind.from_pretrained(str(component.folder), **how, **self._how(component.variant))
-        )
+        with self._foreign_code():
+            module, report = kind.from_pretrained(str(component.folder), **how, **self._how(component.variant))
         if missing := sorted(report.get("missing_keys") or ()):
             # Both packages would go on with random weights.
             raise BadModel(
@@ -106,7 +107,8 @@ class PipelineSource:
     def assemble(self, module: torch.nn.Module) -> Any:
         """The pipeline around these components, which it shares. Raises BadModel."""
         parts = {component.name: getattr(module, component.name) for component in self._files.components}
-        pipeline: Any = self._call(lambda: diffusers.DiffusionPipeline.from_pretrained(**self._source, **parts))
+        with self._foreign_code():
+            pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(**self._source, **parts)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
@@ -123,13 +125,11 @@ class PipelineSource:
         kind = _class_of(component)
         if kind is None:
             return None
-        made: torch.nn.Module | None = self._call(
-            lambda: building.without_weights(lambda: _made(kind, component, self._dtype))
-        )
-        return made
+        with self._foreign_code():
+            return building.without_weights(lambda: _made(kind, component, self._dtype))
 
-    def _call(self, call: Any) -> Any:
-        return building.call_foreign(self._files.folder, call, self.maker)
+    def _foreign_code(self) -> AbstractContextManager[None]:
+        return building.foreign_code(self._files.folder, self.maker)
 
 
 def _made(kind: Any, component: Component, dtype: torch.dtype) -> torch.nn.Module:

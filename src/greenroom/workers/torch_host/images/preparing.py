@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,13 @@ import diffusers
 import torch
 
 from ...serving.http import HttpServer
-from ..control.resources import DeviceContext, WorkerResources, settle_near
-from ..control.slot_options import SlotOptions
+from ..control.resources import DeviceContext, SlotLoad, WorkerResources
+from ..control.slot_options import Opening, SlotOptions
 from ..failures import BadModel
 from ..weights.arena import HostArena
 from ..weights.building import DTYPES
 from ..weights.device_weights import DeviceWeights
-from ..weights.loading import LoadContext, load
+from ..weights.loading import load
 from .image_engine import ImageEngine
 from .image_routes import serve_images
 from .pipeline import PipelineSource
@@ -46,13 +45,16 @@ class PreparedPipeline:
         self.weights.close()
 
 
-def prepare(
-    order: SlotOptions,
-    descriptor: int,
-    device_context: DeviceContext,
-    progress: Callable[[float], None],
-    cancelled: threading.Event,
-) -> PreparedPipeline:
+class _ImageLoad(SlotLoad):
+    """Keeps the arena, so that it can be closed."""
+
+    arena: HostArena | None = None
+
+    def on_built(self, module: torch.nn.Module, arena: HostArena) -> None:
+        self.arena = arena
+
+
+def prepare(order: SlotOptions, descriptor: int, device_context: DeviceContext, opening: Opening) -> PreparedPipeline:
     """Implements `Prepare`."""
     if order.dtype not in DTYPES:
         raise BadModel(f"dtype {order.dtype!r} is not known; choose one of {', '.join(DTYPES)}.")
@@ -60,17 +62,7 @@ def prepare(
     source = PipelineSource(read_pipeline(order.folder, order.dtype, **trusts), order.dtype, **trusts)
     if order.threads is not None and device_context.device.type == "cpu":
         torch.set_num_threads(order.threads)
-    arenas: list[HostArena] = []
-    context = LoadContext(
-        arena_max_bytes=order.arena_max_bytes,
-        host_free_bytes=order.host_free_bytes,
-        # A CPU computes with the arena itself.
-        folds=all(device.type == "cuda" for device in device_context.devices),
-        on_progress=progress,
-        cancelled=cancelled,
-        on_thread=lambda: settle_near(device_context.device),
-        on_built=lambda module, arena: arenas.append(arena),
-    )
+    context = _ImageLoad(order, device_context, opening)
     try:
         loaded = load(source, descriptor, order.filled, context)
         pipelines = _pipelines(source.assemble(loaded.module))
@@ -78,8 +70,8 @@ def prepare(
         spread = _spread(order, components, device_context.devices)
         weights = DeviceWeights(loaded.module, loaded.arena, device_context.device, 0, device_context.copy_rate, spread)
     except BaseException:
-        for arena in arenas:
-            arena.close()
+        if context.arena is not None:
+            context.arena.close()
         raise
     try:
         if len(weights.devices) > 1:

@@ -105,19 +105,6 @@ def stores_in(
     return tuple(stores)
 
 
-def store_of(stores: Sequence[LayerKV], layer: int | None, key: torch.Tensor, value: torch.Tensor) -> LayerKV:
-    """The KV view of this layer. Raises BadModel if the shapes differ from the configuration."""
-    if layer is None or not 0 <= layer < len(stores):
-        raise BadModel(f"a layer with number {layer} attends, but the configuration speaks of {len(stores)} layers.")
-    store = stores[layer]
-    if (key.shape[1], key.shape[3]) != store.key.shape[1:] or (value.shape[1], value.shape[3]) != store.value.shape[1:]:
-        raise BadModel(
-            f"layer {layer} has keys of {key.shape[1]} heads of {key.shape[3]} and values of {value.shape[1]} heads of "
-            f"{value.shape[3]}, which is not what the configuration says."
-        )
-    return store
-
-
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -317,13 +304,22 @@ class _Example:
 
     def pages(self) -> float:
         self._rewrite()
-        lengths = torch.tensor([TRY_TOKENS, 2], dtype=torch.int32, device=self.table.device)
-        queries = self.query[:2]
-        got = attend_paged(queries, self.store, self.table, lengths, self.options)
+        seen = (TRY_TOKENS, 2)
+        lengths = torch.tensor(seen, dtype=torch.int32, device=self.table.device)
+        return self._difference(attend_paged(self.query[:2], self.store, self.table, lengths, self.options), seen)
+
+    def packs(self) -> float:
+        key, value = self._in_order(TRY_TOKENS)
+        lengths = PackedLengths.of([(3, TRY_TOKENS)], key.device)
+        got = attend_packed(self.query[:3], key, value, lengths, self.options)
+        return self._difference(got, range(TRY_TOKENS - 2, TRY_TOKENS + 1))
+
+    def _difference(self, got: torch.Tensor, seen: Sequence[int]) -> float:
+        """The largest difference to plain attention, of which each query sees so many tokens."""
         difference = 0.0
-        for row, count in enumerate((TRY_TOKENS, 2)):
-            key, value = self._in_order(count)
-            want = attend_plain(queries[row][None, :, None], *_batched(key, value), None, self.options)
+        for row, count in enumerate(seen):
+            key, value = (part.transpose(0, 1)[None] for part in self._in_order(count))
+            want = attend_plain(self.query[row][None, :, None], key, value, None, self.options)
             difference = max(difference, float((got[row] - want[0, :, 0]).abs().max()))
         return difference
 
@@ -334,19 +330,3 @@ class _Example:
         AttentionKernels(pages=True).write(key, value, slots, self.store)
         if not (torch.equal(self.store.key[slots], key) and torch.equal(self.store.value[slots], value)):
             raise RuntimeError("keys were written to where they do not belong")
-
-    def packs(self) -> float:
-        key, value = self._in_order(TRY_TOKENS)
-        lengths = PackedLengths.of([(3, TRY_TOKENS)], key.device)
-        got = attend_packed(self.query[:3], key, value, lengths, self.options)
-        difference = 0.0
-        for at in range(3):
-            seen = TRY_TOKENS - 2 + at
-            both = _batched(key[:seen], value[:seen])
-            want = attend_plain(self.query[at][None, :, None], *both, None, self.options)
-            difference = max(difference, float((got[at] - want[0, :, 0]).abs().max()))
-        return difference
-
-
-def _batched(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return key.transpose(0, 1)[None], value.transpose(0, 1)[None]

@@ -21,12 +21,11 @@ import torch
 
 from ..engine.model_shape import text_config
 from ..failures import BadModel
-from .attention import current_step
+from .attention import HALF_TYPES, current_step
 
 log = logging.getLogger(__name__)
 
 NAME = "apply_rotary_pos_emb"
-HALF_TYPES = (torch.float16, torch.bfloat16)
 # Two roundings of half-precision numbers around one.
 TOLERANCE = 0.05
 LONGROPE, DYNAMIC = "longrope", "dynamic"

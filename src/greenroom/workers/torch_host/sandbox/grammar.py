@@ -124,7 +124,7 @@ class Grammars:
         if compiled is None:
             await self._require_library(param)
             await self._trials.check(order, param)
-            compiled = await self._compiled(key, lambda: self._compile(written, overrides), param)
+            compiled = await self._compiled(key, written, overrides, param)
         else:
             self._kept.move_to_end(key)
         return JsonConstraint(compiled.matcher.deep_copy(), compiled.mask_bytes, param)
@@ -139,13 +139,13 @@ class Grammars:
             await self._in_deep_thread(lambda: _import_library(param))
             self._has_library = True
 
-    async def _compiled(self, key: bytes, compile: Callable[[], _Compiled], param: str) -> _Compiled:
+    async def _compiled(self, key: bytes, schema: str, overrides: Mapping[str, Any], param: str) -> _Compiled:
         """The result of compiling this schema. Callers that ask for it meanwhile share one compilation."""
         making = self._compiling.get(key)
         if making is None:
             if len(self._compiling) >= self._compiling_max:
                 raise unavailable(f"{param}: too many schemas are being compiled. Try again.")
-            making = self._compiling[key] = self._in_deep_thread(compile)
+            making = self._compiling[key] = self._in_deep_thread(lambda: self._compile(schema, overrides))
             making.add_done_callback(lambda made: self._keep(key, made))
         try:
             return await asyncio.shield(making)

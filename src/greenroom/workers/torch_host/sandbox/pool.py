@@ -2,7 +2,7 @@
 
 Owns the processes: how many there are, how they start, how long a job may take, and that a process which is late, full
 or gone is replaced. Each starts by path, never as a copy of this process, which holds a device, and inherits nothing
-but one socket. `program.py` is the other end. Independent of what jobs do. Read `SandboxPool.place` first.
+but one socket. `program.py` is the other end. Independent of what jobs do. Read `SandboxPool.run` first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -101,18 +101,13 @@ class SandboxPool:
 
     def __init__(self, kind: JobKind) -> None:
         self.kind = kind
-        self._places = asyncio.Semaphore(kind.processes_max)
+        self.places = asyncio.Semaphore(kind.processes_max)
+        """Hold one around `run`."""
         self._idle: list[_Process] = []
 
     def model_turns(self) -> asyncio.Semaphore:
-        """A model's share. Hold it around `place`; both are granted first come, first served."""
+        """A model's share. Hold it around one of `places`; both are granted first come, first served."""
         return asyncio.Semaphore(self.kind.processes_a_model)
-
-    @contextlib.asynccontextmanager
-    async def place(self) -> AsyncIterator[SandboxPool]:
-        """Wait until another process may be busy. `run` is to be called inside, once."""
-        async with self._places:
-            yield self
 
     async def run(self, order: bytes, answer_bytes_max: int, deadline_s: float) -> tuple[bytes, bytes]:
         """The word and content that a process answers. The deadline begins when it is ready. Raises SandboxError."""

@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 # Half of what the worker compiles with, and less than the stack of any thread that takes steps.
@@ -107,19 +108,6 @@ def _problem(matcher: Any) -> str:
 
 def in_thread(work: Callable[[], str], stack_bytes: int) -> str:
     """What this returns or raises in a thread with such a stack. Raises RuntimeError if no thread can start."""
-    found: list[str] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(work())
-        except BaseException as error:
-            failed.append(error)
-
     threading.stack_size(stack_bytes)
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return found[0]
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(work).result()

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from ...serving.errors import ApiError, unavailable
 from .pool import JobKind, MemoryExhausted, ProcessEnded, SandboxError, SandboxPool
-from .schema_job import FIT, SAID_CHARS_MAX, TOO_MUCH, TOO_SLOW, UNFIT
+from .schema_job import FIT, SAID_CHARS_MAX, TOO_MUCH, TOO_SLOW, UNFIT, UNKNOWN
 
 # Far more than an honest schema takes, and still within what a caller waits for.
 CPU_S: Final = 3
@@ -31,12 +31,11 @@ PASSED_MAX: Final = 1_024
 REFUSED_MAX: Final = 1_024
 _SAID_BYTES_MAX: Final = 4 * SAID_CHARS_MAX
 
-_FIT: Final = 200
-_UNFIT: Final = 400
-_TOO_COMPLEX: Final = 422
-_UNKNOWN: Final = 503
-_TOO_LONG_TO_COMPILE: Final = f"to compile it takes more than {CPU_S} s or too much memory"
-_TOO_LONG_TO_FOLLOW: Final = "to follow it takes too long"
+# Words of a trial that say that a schema is too complex, and how messages say it.
+_TOO_COMPLEX: Final = {
+    TOO_MUCH: f"to compile it takes more than {CPU_S} s or too much memory",
+    TOO_SLOW: "to follow it takes too long",
+}
 # Signals that a schema brings upon its process. SIGKILL is not among them: the kernel sends it when the whole machine
 # has no memory.
 _OWN_SIGNALS: Final = (signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
@@ -46,18 +45,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a trial found, as the status of the request, and why."""
+    """What a trial found, as the words of `schema_job`, and why if that is UNFIT."""
 
-    status: int
+    word: bytes
     why: str = ""
 
     def enforce(self, param: str) -> None:
         """Return if the schema may be compiled. Raises ApiError, which names the field it was sent in."""
-        if self.status == _UNFIT:
+        if self.word == UNFIT:
             raise ApiError(f"{param}: this schema cannot be held to: {self.why}", param=param)
-        if self.status == _TOO_COMPLEX:
-            raise too_complex(param, self.why)
-        if self.status == _UNKNOWN:
+        if self.word in _TOO_COMPLEX:
+            raise too_complex(param, _TOO_COMPLEX[self.word])
+        if self.word == UNKNOWN:
             raise unavailable(f"{param}: this schema could not be tried. Try again.")
 
 
@@ -82,11 +81,11 @@ class SchemaTrials:
         return self.known(key) or await self._running.once(key, lambda: self._try(key, order))
 
     async def _try(self, key: bytes, order: bytes) -> Verdict:
-        async with self.pool.place() as place:
-            verdict = await _judged(place, order)
-        if verdict.status == _FIT:
+        async with self.pool.places:
+            verdict = await _judged(self.pool, order)
+        if verdict.word == FIT:
             _remember(self._passed, key, verdict, self._passed_max)
-        elif verdict.status != _UNKNOWN:
+        elif verdict.word != UNKNOWN:
             _remember(self._refused, key, verdict, self._refused_max)
         return verdict
 
@@ -163,31 +162,20 @@ async def _judged(pool: SandboxPool, order: bytes) -> Verdict:
     try:
         word, content = await pool.run(order, _SAID_BYTES_MAX, WALL_S)
     except MemoryExhausted:
-        return Verdict(_TOO_COMPLEX, _TOO_LONG_TO_COMPILE)
+        return Verdict(TOO_MUCH)
     except ProcessEnded as error:
         if error.code is not None and -error.code in _OWN_SIGNALS:
-            return Verdict(_TOO_COMPLEX, _TOO_LONG_TO_COMPILE)
+            return Verdict(TOO_MUCH)
         return _unknown(f"it {error}")
     except SandboxError as error:
         return _unknown(str(error))
-    return _verdict(word, content.decode(errors="replace"))
-
-
-def _verdict(word: bytes, why: str) -> Verdict:
-    if word == FIT:
-        return Verdict(_FIT)
-    if word == UNFIT:
-        return Verdict(_UNFIT, why)
-    if word == TOO_SLOW:
-        return Verdict(_TOO_COMPLEX, _TOO_LONG_TO_FOLLOW)
-    if word == TOO_MUCH:
-        return Verdict(_TOO_COMPLEX, _TOO_LONG_TO_COMPILE)
-    return _unknown(why)
+    why = content.decode(errors="replace")
+    return Verdict(word, why) if word in (FIT, UNFIT, *_TOO_COMPLEX) else _unknown(why)
 
 
 def _unknown(why: str) -> Verdict:
     log.warning("schema trial failed: %s", why)
-    return Verdict(_UNKNOWN)
+    return Verdict(UNKNOWN)
 
 
 def _library_folders() -> tuple[str, ...]:

@@ -61,9 +61,9 @@ class TemplateRunner:
         raw = written.encode(errors="surrogatepass")
         bytes_max = CHAR_BYTES_MAX * chars_max + COMPLAINT_BYTES_MAX
         try:
-            async with asyncio.timeout(self._pool.kind.wait_s) as waiting, self._turns, self._pool.place() as place:
+            async with asyncio.timeout(self._pool.kind.wait_s) as waiting, self._turns, self._pool.places:
                 waiting.reschedule(None)
-                word, content = await place.run(raw, bytes_max, deadline_s)
+                word, content = await self._pool.run(raw, bytes_max, deadline_s)
         except TimeoutError:
             raise Unavailable("Chat templates that take too long keep others waiting. Try again.") from None
         return _prompt(word, content)

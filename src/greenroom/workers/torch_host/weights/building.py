@@ -11,6 +11,7 @@ import inspect
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -60,7 +61,8 @@ def read_config(options: BuildOptions) -> Any:
         raise BadModel(f"{options.folder} is not a folder with a model in it.")
     if options.gguf_file is None and not (options.folder / "config.json").is_file():
         raise BadModel(f"{options.folder} has no config.json. Is the download complete?")
-    config = call_foreign(options.folder, lambda: AutoConfig.from_pretrained(options.folder, **options.loading))
+    with foreign_code(options.folder):
+        config = AutoConfig.from_pretrained(options.folder, **options.loading)
     if options.dtype != "auto":
         config.dtype = getattr(torch, options.dtype)
     elif isinstance(config.dtype, str):
@@ -104,28 +106,22 @@ def build(options: BuildOptions, config: Any, dtype: torch.dtype) -> torch.nn.Mo
         module: torch.nn.Module = made
         return module
 
-    built: torch.nn.Module | None = call_foreign(options.folder, lambda: without_weights(make))
-    return built
+    with foreign_code(options.folder):
+        return without_weights(make)
 
 
 def without_weights(make: Callable[[], torch.nn.Module]) -> torch.nn.Module | None:
     """What `make` builds, on the meta device, with its computed buffers on the CPU; None if that cannot be done."""
-    made = _on_meta(make)
-    if made is None:
-        return None
-    module = made.eval().requires_grad_(False)
-    return module if _restore_buffers(module) and not _has_meta_tensor(module) else None
-
-
-def _on_meta(make: Callable[[], torch.nn.Module]) -> torch.nn.Module | None:
     try:
         with torch.device("meta"):
-            return make()
+            made = make()
     except (RuntimeError, NotImplementedError) as reason:
         # The model's code reads values while it builds, and meta tensors have none.
         if "meta" in str(reason):
             return None
         raise
+    module = made.eval().requires_grad_(False)
+    return module if _restore_buffers(module) and not _has_meta_tensor(module) else None
 
 
 def state_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -162,10 +158,11 @@ def bind(module: torch.nn.Module, flat: torch.Tensor, layout: Layout, prefix: st
                 table[name] = views[key]
 
 
-def call_foreign(folder: Path, call: Callable[[], Any], package: str = "Transformers") -> Any:
-    """The result of `call`. Its errors become BadModel, except lack of memory and a lost device."""
+@contextmanager
+def foreign_code(folder: Path, package: str = "Transformers") -> Iterator[None]:
+    """Inside, errors become BadModel, except lack of memory and a lost device."""
     try:
-        return call()
+        yield
     except BadModel:
         raise
     except Exception as reason:
@@ -255,9 +252,8 @@ def load_whole(options: BuildOptions, config: Any, dtype: torch.dtype) -> Any:
     """The model in ordinary memory, loaded by Transformers. Raises BadModel, also if weights are missing."""
     maker, told = auto_class_for(options, config)
     how = options.loading | told | ({} if options.allow_pickle or options.gguf_file else {"use_safetensors": True})
-    module, report = call_foreign(
-        options.folder, lambda: maker.from_pretrained(options.folder, dtype=dtype, output_loading_info=True, **how)
-    )
+    with foreign_code(options.folder):
+        module, report = maker.from_pretrained(options.folder, dtype=dtype, output_loading_info=True, **how)
     missing = sorted(report.get("missing_keys") or ())
     if missing:
         named = ", ".join(missing[:NAMED_MAX])

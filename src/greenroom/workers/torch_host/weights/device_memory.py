@@ -14,7 +14,7 @@ import ctypes
 import functools
 import mmap
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -177,25 +177,28 @@ PAGE_BYTES: Final = 4096
 Span = tuple[int, int]
 
 
-class DeviceArena(Protocol):
+class DeviceArena:
     """Flat memory at a fixed address. After `map` its content is undefined; while unmapped it must not be touched."""
 
-    tensor: torch.Tensor
-    size: int
-    """Bytes it takes while it is mapped."""
-    is_mapped: bool
+    def __init__(self, tensor: torch.Tensor, size: int) -> None:
+        """`size`: bytes it takes while it is mapped."""
+        self.tensor, self.size = tensor, size
+        self.is_mapped = False
 
     def map(self) -> None:
         """Map memory at the address. Raises OutOfMemory; then nothing has changed."""
+        self.is_mapped = True
 
     def unmap(self) -> None:
         """Free the memory. Nothing may be using it any more."""
+        self.is_mapped = False
 
     def close(self) -> None:
         """Free the address as well. No view of `tensor` may be used afterwards."""
+        self.tensor = torch.empty(0, dtype=torch.uint8)
 
 
-class CudaArena:
+class CudaArena(DeviceArena):
     """Memory of one GPU, by the driver's virtual memory calls."""
 
     def __init__(self, driver: Driver, index: int, size: int, spans: Sequence[Span] | None = None) -> None:
@@ -204,12 +207,10 @@ class CudaArena:
         self._reserved = _rounded(size, driver.granularity)
         whole = spans is None
         self._spans = [(0, self._reserved)] if whole else [self._inside(start, length) for start, length in spans or ()]
-        self.size = sum(length for _, length in self._spans)
-        self.is_mapped = False
         self._handles: list[int] = []
         self.address = driver.reserve(self._reserved)
         try:
-            self.tensor = self._tensor()
+            super().__init__(self._tensor(), sum(length for _, length in self._spans))
         except BaseException:
             driver.free_addresses(self.address, self._reserved)
             raise
@@ -222,7 +223,14 @@ class CudaArena:
         except OutOfMemory:
             # Torch's cache may hold enough.
             torch.cuda.empty_cache()
-            self._map_or_explain()
+            try:
+                self._map()
+            except OutOfMemory:
+                free, total = self._driver.memory()
+                raise OutOfMemory(
+                    f"the GPU has {free:,} of {total:,} bytes free and {self.size:,} are needed in one piece."
+                    " Let another model sleep, or lower ctx_size or cache_tokens."
+                ) from None
         self.is_mapped = True
 
     def unmap(self) -> None:
@@ -254,16 +262,6 @@ class CudaArena:
             start, length = spans.pop()
             self._driver.unmap(self.address + start, length, self._handles.pop())
 
-    def _map_or_explain(self) -> None:
-        try:
-            self._map()
-        except OutOfMemory:
-            free, total = self._driver.memory()
-            raise OutOfMemory(
-                f"the GPU has {free:,} of {total:,} bytes free and {self.size:,} are needed in one piece."
-                " Let another model sleep, or lower ctx_size or cache_tokens."
-            ) from None
-
     def _tensor(self) -> torch.Tensor:
         """A tensor over all addresses. Torch asks the driver about the first one, so it is mapped for the moment."""
         granule = self._driver.granularity
@@ -274,44 +272,30 @@ class CudaArena:
             self._driver.unmap(self.address, granule, handle)
 
 
-class PrivateArena:
+class PrivateArena(DeviceArena):
     """Memory of this process. Unmapping frees the pages and keeps the addresses."""
 
     def __init__(self, size: int) -> None:
-        self.size = _rounded(size, PAGE_BYTES)
-        self.is_mapped = False
-        self._pages: mmap.mmap | None = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.tensor = torch.frombuffer(self._pages, dtype=torch.uint8)
-
-    def map(self) -> None:
-        self.is_mapped = True
+        size = _rounded(size, PAGE_BYTES)
+        self._pages: mmap.mmap | None = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        super().__init__(torch.frombuffer(self._pages, dtype=torch.uint8), size)
 
     def unmap(self) -> None:
-        self.is_mapped = False
+        super().unmap()
         if self._pages is not None:
             self._pages.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         self.unmap()
-        self._pages, self.tensor = None, torch.empty(0, dtype=torch.uint8)
+        super().close()
+        self._pages = None
 
 
-class BorrowedArena:
+class BorrowedArena(DeviceArena):
     """Memory owned elsewhere and always mapped: the CPU computes with the host arena itself."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.size = tensor.numel()
-        self.is_mapped = False
-
-    def map(self) -> None:
-        self.is_mapped = True
-
-    def unmap(self) -> None:
-        self.is_mapped = False
-
-    def close(self) -> None:
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        super().__init__(tensor, tensor.numel())
 
 
 class _Described:

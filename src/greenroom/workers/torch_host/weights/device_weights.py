@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -20,24 +20,7 @@ from .arena import HostArena
 from .building import bind, state_of
 from .device_memory import BorrowedArena, CudaArena, DeviceArena, Driver, PrivateArena, Span, driver
 from .fold import CHUNK_BYTES
-from .upload import WeightUpload
-
-# Bytes per second assumed until the first wake is timed: PCIe 4.0 in practice.
-RATE_UNKNOWN: Final = 20e9
-
-
-class CopyRate:
-    """The rate of the last upload in this process. Predicts the next one."""
-
-    def __init__(self) -> None:
-        self._rate = RATE_UNKNOWN
-
-    def expected_s(self, size: int) -> float:
-        return size / self._rate
-
-    def record(self, size: int, seconds: float) -> None:
-        if size > 0 and seconds > 0:
-            self._rate = size / seconds
+from .upload import CopyRate, WeightUpload
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +89,20 @@ class DeviceWeights:
         try:
             for arena in self._arenas:
                 arena.map()
-            for part in self.parts:
-                part.begin(self.module)
+            for upload in self._uploads:
+                upload.begin(self.module)
         except BaseException:
             self._release()
             raise
         self.is_awake = True
-        sizes = [part.upload.bytes for part in self.parts if part.upload is not None]
+        sizes = [upload.bytes for upload in self._uploads]
         # Each device is copied to over a link of its own.
         return WakeResult(sum(sizes), self.each_device_bytes, self._copy_rate.expected_s(max(sizes, default=0)))
 
     def wait_for_weights(self) -> None:
         """Return when all weights are on the device. Call from the computing thread; free once they are."""
-        for part in self.parts:
-            if part.upload is not None:
-                part.upload.wait_for_weights()
+        for upload in self._uploads:
+            upload.wait_for_weights()
 
     def rebind(self) -> None:
         """Put tensors that were converted or replaced since back to their places. Nothing may be computing."""
@@ -142,9 +124,8 @@ class DeviceWeights:
 
     def _release(self) -> None:
         """Unmap all memory, once no copy is in flight."""
-        for part in self.parts:
-            if part.upload is not None:
-                part.upload.finish()
+        for upload in self._uploads:
+            upload.finish()
         for arena in self._arenas:
             arena.unmap()
 
@@ -179,11 +160,16 @@ class DeviceWeights:
     @property
     def last_wake_s(self) -> float:
         """Seconds the last upload took, once it is done."""
-        return max((part.upload.seconds for part in self.parts if part.upload is not None), default=0.0)
+        return max((upload.seconds for upload in self._uploads), default=0.0)
 
     @property
     def registration_problem(self) -> str | None:
         return self._registration.problem if self._registration is not None else None
+
+    @property
+    def _uploads(self) -> list[WeightUpload]:
+        """None of them where the CPU is the device."""
+        return [part.upload for part in self.parts if part.upload is not None]
 
     @property
     def _arenas(self) -> list[DeviceArena]:
@@ -208,7 +194,7 @@ class DevicePart:
             # The kernel that unfolds is tried on the current device.
             with torch.cuda.device(device):
                 card, flat = driver(device.index or 0), self.arena.tensor
-                self.upload = WeightUpload(card, device, host, flat, copy_rate.record, wanted=wanted)
+                self.upload = WeightUpload(card, device, host, flat, copy_rate, wanted=wanted)
         except BaseException:
             self.arena.close()
             raise
@@ -216,11 +202,6 @@ class DevicePart:
     def bind(self, module: torch.nn.Module) -> None:
         for prefix, part in self._modules(module):
             bind(part, self.arena.tensor, self._layout, prefix)
-
-    def begin(self, module: torch.nn.Module) -> None:
-        """Start the upload, if there is one."""
-        if self.upload is not None:
-            self.upload.begin(module)
 
     def has_left(self, module: torch.nn.Module) -> bool:
         """True if a tensor of this part lies elsewhere."""
@@ -288,10 +269,6 @@ class Registration:
     def wait(self) -> None:
         """Return when all pieces are registered, or one has failed."""
         self._thread.join()
-
-    @property
-    def is_done(self) -> bool:
-        return not self._thread.is_alive()
 
     def undo(self) -> None:
         """Stop and unregister. Nothing may be copying from the memory any more."""

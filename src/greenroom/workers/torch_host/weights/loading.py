@@ -9,10 +9,9 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
-import threading
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -20,13 +19,14 @@ import torch
 import transformers
 
 from ..engine.model_shape import text_config
-from ..failures import BadModel, WorkCancelled
-from . import building, reading
+from ..failures import BadModel
+from . import building
 from .arena import HostArena, Layout, lay_out, view_of
 from .building import BuildOptions
-from .fold import FOLDING, ChunkTable, FoldSettings, fill_folded
+from .fold import ChunkTable
+from .folding import Folding, FoldingFailed
 from .read_plan import Unplanned, plan
-from .reading import TensorRead
+from .reading import TORCH_DTYPES, LoadContext, TensorRead, read_all
 from .safetensors_files import StoredTensor, files_of, find_tensors
 
 log = logging.getLogger(__name__)
@@ -37,28 +37,6 @@ class LoadedModule:
     module: torch.nn.Module
     arena: HostArena
     read_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadContext:
-    """Limits, callbacks and cancellation of one load, and whether it may be folded. `on_reading` is called at most
-    once, when reading starts; `on_built` at most once, with the module and the arena it will be bound to, which may not
-    be filled yet. Both must return at once."""
-
-    arena_max_bytes: int | None = None
-    host_free_bytes: int | None = None
-    folds: bool = False
-    folding: FoldSettings = FOLDING
-    on_progress: Callable[[float], None] = lambda share: None
-    cancelled: threading.Event | None = None
-    on_thread: Callable[[], None] = lambda: None
-    on_reading: Callable[[], None] = lambda: None
-    on_built: Callable[[torch.nn.Module, HostArena], None] = lambda module, arena: None
-
-    def raise_if_cancelled(self) -> None:
-        """Raises WorkCancelled if the load was cancelled. Called between steps that cannot be interrupted."""
-        if self.cancelled is not None and self.cancelled.is_set():
-            raise WorkCancelled("loading was stopped: no request waits for the model any more.")
 
 
 class ModelSource(Protocol):
@@ -88,6 +66,7 @@ def load(source: ModelSource, descriptor: int, filled: bool, context: LoadContex
         arena = HostArena.adopt(descriptor, source.identity, unfolds=context.folds)
         if arena is not None and building.fits(module, arena.layout):
             context.on_built(module, arena)
+            context.on_reading()
             return LoadedModule(module, arena, 0)
     try:
         return _planned(source, module, descriptor, context)
@@ -109,113 +88,8 @@ def _planned(
     layout = lay_out(building.state_of(module))
     transfers = source.plan(module, layout)
     arena = HostArena.create(descriptor, layout, source.identity, context.arena_max_bytes, context.host_free_bytes)
-
-    def read(on_reading: Callable[[], None], on_filled: Callable[[int, int], None]) -> int:
-        return reading.read_all(
-            transfers,
-            arena.tensor,
-            arena.buffer,
-            on_progress=context.on_progress,
-            cancelled=context.cancelled,
-            on_thread=context.on_thread,
-            on_reading=on_reading,
-            on_filled=on_filled,
-        )
-
-    def on_reading() -> None:
-        context.on_reading()
-        context.on_built(module, arena)
-
-    return LoadedModule(module, arena, _fill(arena, descriptor, context, read, on_reading))
-
-
-def _fill(
-    arena: HostArena,
-    descriptor: int,
-    context: LoadContext,
-    read: Callable[[Callable[[], None], Callable[[int, int], None]], int],
-    on_reading: Callable[[], None],
-) -> int:
-    """Fill, fold and seal the arena and return the bytes read. On failure the arena is left empty."""
-    try:
-        if context.folds:
-            done, table = _fill_folded(arena, descriptor, context, read, on_reading)
-        else:
-            done, table = read(on_reading, _ignored), ChunkTable(arena.layout.bytes)
-        context.raise_if_cancelled()
-        arena.seal(table)
-    except BaseException:
-        arena.discard()
-        raise
-    return done
-
-
-def _fill_folded(
-    arena: HostArena,
-    descriptor: int,
-    context: LoadContext,
-    read: Callable[[Callable[[], None], Callable[[int, int], None]], int],
-    on_reading: Callable[[], None],
-) -> tuple[int, ChunkTable]:
-    def fill(on_filled: Callable[[int, int], None]) -> int:
-        done = read(on_reading, on_filled)
-        context.raise_if_cancelled()
-        return done
-
-    def refill() -> int:
-        context.raise_if_cancelled()
-        return read(_nothing, _ignored)
-
-    places = {place.offset: place.size for place in arena.layout.places.values() if place.size}
-    cancelled = context.cancelled or threading.Event()
-    return fill_folded(
-        descriptor,
-        arena.layout.bytes,
-        places.items(),
-        fill=fill,
-        refill=refill,
-        cancelled=cancelled,
-        settings=context.folding,
-    )
-
-
-def _copy(
-    loaded: torch.nn.Module,
-    arena: HostArena,
-    context: LoadContext,
-    on_reading: Callable[[], None],
-    on_filled: Callable[[int, int], None],
-) -> int:
-    on_reading()
-    return copy_tensors(loaded, arena, context.raise_if_cancelled, on_filled)
-
-
-def copy_tensors(
-    module: torch.nn.Module,
-    arena: HostArena,
-    raise_if_cancelled: Callable[[], None],
-    on_filled: Callable[[int, int], None],
-) -> int:
-    """Copy every tensor to its place and return the bytes copied. Calls `raise_if_cancelled` before each."""
-    done: set[int] = set()
-    copied = 0
-    for name, tensor in building.state_of(module):
-        place = arena.layout.places[name]
-        if place.size and place.offset not in done:
-            raise_if_cancelled()
-            view_of(arena.tensor, place).copy_(tensor.detach())
-            on_filled(place.offset, place.size)
-            done.add(place.offset)
-            copied += place.size
-    return copied
-
-
-def _nothing() -> None:
-    """`on_reading` has been called before."""
-
-
-def _ignored(start: int, size: int) -> None:
-    """Nothing is folded."""
+    context.on_built(module, arena)
+    return LoadedModule(module, arena, _fill(arena, descriptor, context, transfers))
 
 
 def _whole(source: ModelSource, module: torch.nn.Module | None, descriptor: int, context: LoadContext) -> LoadedModule:
@@ -225,7 +99,7 @@ def _whole(source: ModelSource, module: torch.nn.Module | None, descriptor: int,
     context.raise_if_cancelled()
     layout = lay_out(building.state_of(loaded))
     arena = HostArena.create(descriptor, layout, source.identity, context.arena_max_bytes, context.host_free_bytes)
-    copied = _fill(arena, descriptor, context, partial(_copy, loaded, arena, context), _nothing)
+    copied = _fill(arena, descriptor, context, loaded)
     if module is None or not building.fits(module, layout):
         module = loaded
     del loaded
@@ -233,6 +107,58 @@ def _whole(source: ModelSource, module: torch.nn.Module | None, descriptor: int,
     gc.collect()
     context.on_built(module, arena)
     return LoadedModule(module, arena, copied)
+
+
+def _fill(
+    arena: HostArena, descriptor: int, context: LoadContext, content: Sequence[TensorRead] | torch.nn.Module
+) -> int:
+    """Fill, fold and seal the arena and return the bytes read. On failure the arena is left empty."""
+    size = arena.layout.bytes
+    places = {place.offset: place.size for place in arena.layout.places.values() if place.size}
+    with ExitStack() as undo:
+        undo.callback(arena.discard)
+        folding = Folding(descriptor, size if context.folds else 0, places.items(), context.folding)
+        undo.callback(folding.stop)
+        done = _pour(content, arena, context, folding)
+        try:
+            folds = folding.finish(context.cancelled)
+        except FoldingFailed as reason:
+            if not context.cancelled.is_set():
+                log.warning("weights are read again, and not folded: %s", reason)
+            context.raise_if_cancelled()
+            done, folds = _pour(content, arena, context, folding), {}
+        context.raise_if_cancelled()
+        arena.seal(ChunkTable(size, folds))
+        undo.pop_all()
+    return done
+
+
+def _pour(
+    content: Sequence[TensorRead] | torch.nn.Module, arena: HostArena, context: LoadContext, folding: Folding
+) -> int:
+    """Fill the arena from files, or with the tensors of a module, and return the bytes. Once folding has finished, it
+    ignores what is filled again."""
+    if isinstance(content, torch.nn.Module):
+        done = copy_tensors(content, arena, context, folding)
+    else:
+        done = read_all(content, arena, context, folding)
+    context.raise_if_cancelled()
+    return done
+
+
+def copy_tensors(module: torch.nn.Module, arena: HostArena, context: LoadContext, folding: Folding) -> int:
+    """Copy every tensor to its place and return the bytes copied."""
+    done: set[int] = set()
+    copied = 0
+    for name, tensor in building.state_of(module):
+        place = arena.layout.places[name]
+        if place.size and place.offset not in done:
+            context.raise_if_cancelled()
+            view_of(arena.tensor, place).copy_(tensor.detach())
+            folding.filled(place.offset, place.size)
+            done.add(place.offset)
+            copied += place.size
+    return copied
 
 
 # --- text models ------------------------------------------------------------------------------------------------------
@@ -258,7 +184,7 @@ class TextModel:
     def build(self) -> torch.nn.Module | None:
         return building.build(self._options, self._config, self._dtype)
 
-    def plan(self, module: torch.nn.Module, layout: Layout) -> list[reading.TensorRead]:
+    def plan(self, module: torch.nn.Module, layout: Layout) -> list[TensorRead]:
         return plan(module, layout, self._tensors, self._dtype)
 
     def load_whole(self) -> torch.nn.Module:
@@ -292,7 +218,7 @@ def _dtype(config: Any, tensors: dict[str, StoredTensor]) -> torch.dtype:
     """The configuration's dtype, else that of the first weights in a dtype we compute in."""
     if isinstance(config.dtype, torch.dtype):
         return config.dtype
-    kinds = (reading.TORCH_DTYPES.get(tensor.dtype) for tensor in tensors.values())
+    kinds = (TORCH_DTYPES.get(tensor.dtype) for tensor in tensors.values())
     found = next((kind for kind in kinds if kind in ("bfloat16", "float16", "float32")), "float32")
     dtype: torch.dtype = getattr(torch, found)
     return dtype

@@ -11,15 +11,16 @@ import mmap
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import torch
 
 from ..failures import BadModel, Failure, WorkCancelled
-from .arena import TensorPlace
+from .arena import HostArena, TensorPlace
+from .folding import FOLDING, Folding, FoldSettings
 from .safetensors_files import StoredTensor
 from .weight_file import WeightFile, bounce_for
 
@@ -105,29 +106,47 @@ class FilePiece:
     parts: tuple[TensorPart, ...]
 
 
+@dataclass
+class LoadContext:
+    """Limits and cancellation of one load, and whether it may be folded. Subclasses are told of its steps by methods
+    that must return at once."""
+
+    arena_max_bytes: int | None = None
+    host_free_bytes: int | None = None
+    folds: bool = False
+    folding: FoldSettings = FOLDING
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def on_progress(self, share: float) -> None:
+        """This share of the bytes is read. It never decreases."""
+
+    def on_thread(self) -> None:
+        """Called in each thread that reads, before its first read. May raise."""
+
+    def on_built(self, module: torch.nn.Module, arena: HostArena) -> None:
+        """This module will be bound to this arena, which may not be filled yet. Called at most once."""
+
+    def on_reading(self) -> None:
+        """All threads read: work that starts now does not keep the disk waiting. May be called again."""
+
+    def raise_if_cancelled(self) -> None:
+        """Raises WorkCancelled if the load was cancelled. Called between steps that cannot be interrupted."""
+        if self.cancelled.is_set():
+            raise WorkCancelled("loading was stopped: no request waits for the model any more.")
+
+
 def read_all(
     transfers: Sequence[TensorRead],
-    arena: torch.Tensor,
-    buffer: memoryview,
-    *,
-    on_progress: Callable[[float], None] = lambda share: None,
-    cancelled: threading.Event | None = None,
-    on_thread: Callable[[], None] = lambda: None,
-    on_reading: Callable[[], None] = lambda: None,
-    on_filled: Callable[[int, int], None] = lambda start, size: None,
+    arena: HostArena,
+    context: LoadContext,
+    folding: Folding,
     piece_bytes: int = PIECE_BYTES,
-    open_file: Callable[[Path, int], WeightFile] = WeightFile,
 ) -> int:
     """Fill the arena and return the bytes read. Raises BadModel, WorkCancelled or Failure; then no thread is left.
-
-    `on_thread` is called once in each reading thread, before its first read; `on_reading` once, when all threads read:
-    work that starts there does not keep the disk waiting. `on_filled` gets the start and size of every part of the
-    arena that is filled, from the thread that filled it. `open_file` gets a path and how often it will be read.
-    """
+    `folding` is told of every part of the arena that is filled, by the thread that filled it."""
     pieces = list(pieces_of(transfers, piece_bytes))
-    files = {path: open_file(path, count) for path, count in Counter(piece.file for piece in pieces).items()}
-    job = _ReadJob(pieces, files, arena, buffer, on_progress, cancelled or threading.Event(), on_thread, on_filled)
-    begun = [threading.Event() for _ in range(job.threads)]
+    job = _ReadJob(pieces, arena, context, folding)
+    begun = [threading.Event() for _ in range(min(_threads_max(), len(pieces)))]
     threads = [
         threading.Thread(target=job.run, args=(event,), name=f"read-{number}") for number, event in enumerate(begun)
     ]
@@ -136,7 +155,7 @@ def read_all(
     try:
         for event in begun:
             event.wait()
-        on_reading()
+        context.on_reading()
     finally:
         for thread in threads:
             thread.join()
@@ -146,23 +165,12 @@ def read_all(
 class _ReadJob:
     """The pieces that are left to read, shared by the threads."""
 
-    def __init__(
-        self,
-        pieces: Sequence[FilePiece],
-        files: Mapping[Path, WeightFile],
-        arena: torch.Tensor,
-        buffer: memoryview,
-        on_progress: Callable[[float], None],
-        cancelled: threading.Event,
-        on_thread: Callable[[], None],
-        on_filled: Callable[[int, int], None],
-    ) -> None:
-        self.threads = min(_threads_max(), len(pieces))
+    def __init__(self, pieces: Sequence[FilePiece], arena: HostArena, context: LoadContext, folding: Folding) -> None:
         self._pieces = iter(pieces)
-        self._files = files
-        self._arena, self._buffer = arena, buffer
-        self._on_progress, self._cancelled, self._on_thread = on_progress, cancelled, on_thread
-        self._on_filled = on_filled
+        counts = Counter(piece.file for piece in pieces)
+        self._files = {path: WeightFile(path, count) for path, count in counts.items()}
+        self._arena, self._buffer = arena.tensor, arena.buffer
+        self._context, self._folding = context, folding
         self._total = sum(piece.size for piece in pieces)
         self._done = 0
         self._steps = 0
@@ -172,7 +180,7 @@ class _ReadJob:
     def run(self, begun: threading.Event) -> None:
         """Read pieces until none is left, a thread has failed, or reading is cancelled."""
         try:
-            self._on_thread()
+            self._context.on_thread()
             buffers = _Buffers()
             while (piece := self._next()) is not None:
                 begun.set()
@@ -203,7 +211,7 @@ class _ReadJob:
 
     def _next(self) -> FilePiece | None:
         with self._lock:
-            if self._error is not None or self._cancelled.is_set():
+            if self._error is not None or self._context.cancelled.is_set():
                 return None
             return next(self._pieces, None)
 
@@ -214,7 +222,7 @@ class _ReadJob:
             if step > self._steps:
                 self._steps = step
                 # Under the lock, so that reported progress never decreases.
-                self._on_progress(step / PROGRESS_STEPS)
+                self._context.on_progress(step / PROGRESS_STEPS)
 
     def _read(self, piece: FilePiece, buffers: _Buffers) -> None:
         raws = buffers.raws_for(piece.parts)
@@ -226,7 +234,7 @@ class _ReadJob:
         for part, raw in zip(piece.parts, raws, strict=True):
             if raw is not None:
                 self._convert(part, raw)
-            self._on_filled(*part.filled)
+            self._folding.filled(*part.filled)
 
     def _target(self, part: TensorPart, raw: torch.Tensor | None) -> memoryview:
         if raw is not None:

@@ -1,21 +1,49 @@
 """Copies weights to the GPU in the order of computation, which may begin before the last chunk has arrived.
 
-Owns the streams and events of the copies, and the hooks by which a layer waits for its own weights. Never maps memory
-and never computes. Read `WeightUpload.begin` first.
+Owns the streams and events of the copies, the hooks by which a layer waits for its own weights, where folded chunks
+land, and the two ways to unfold: a Triton kernel, tried once against the other, which uses torch operations and takes
+five times as long. `fold.py` defines the format. Never maps memory and never computes. Read `WeightUpload.begin` first.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from .arena import HostArena
 from .device_memory import Driver
-from .fold import CHUNK_BYTES, Chunk, Unfolder
+from .fold import CHUNK_BYTES, LANDING_CHUNKS, ODD_CODE, Chunk, Fold
+
+log = logging.getLogger(__name__)
+
+# Numbers in the trial: every exponent and sign, and odd ones among them.
+TRY_NUMBERS: Final = 2**16
+_TRY_BASE: Final = 100
+
+Unfold = Callable[[torch.Tensor, torch.Tensor, Fold], None]
+"""Called with folded bytes, the target (int16) and the fold: writes the numbers to the target."""
+# Bytes per second assumed until the first wake is timed: PCIe 4.0 in practice.
+RATE_UNKNOWN: Final = 20e9
+
+
+class CopyRate:
+    """The rate of the last upload in this process. Predicts the next one."""
+
+    def __init__(self) -> None:
+        self._rate = RATE_UNKNOWN
+
+    def expected_s(self, size: int) -> float:
+        return size / self._rate
+
+    def record(self, size: int, seconds: float) -> None:
+        if size > 0 and seconds > 0:
+            self._rate = size / seconds
 
 
 class WeightUpload:
@@ -27,13 +55,12 @@ class WeightUpload:
         device: torch.device,
         host: HostArena,
         weights: torch.Tensor,
-        on_complete: Callable[[int, float], None],
+        copy_rate: CopyRate,
         unfolder: Unfolder | None = None,
         wanted: Collection[int] | None = None,
     ) -> None:
-        """`on_complete` gets the bytes and seconds of every upload, from a thread of its own. `wanted` are the numbers
-        of the chunks that this device needs; None: all of them."""
-        self._driver, self._device, self._on_complete = driver, device, on_complete
+        """`wanted` are the numbers of the chunks that this device needs; None: all of them."""
+        self._driver, self._device, self._copy_rate = driver, device, copy_rate
         self._host, self._weights = host, weights
         self._unfolder = unfolder or Unfolder(weights, host.layout.bytes)
         self._wanted = wanted
@@ -103,10 +130,6 @@ class WeightUpload:
             self._complete.wait()
             self._unhook()
 
-    @property
-    def is_complete(self) -> bool:
-        return self._complete.is_set()
-
     def finish(self) -> None:
         """Return when no copy is in flight. The model must not be computing."""
         if self._waiter is not None:
@@ -125,7 +148,7 @@ class WeightUpload:
             with torch.cuda.device(self._device):
                 self._last.synchronize()
                 self.seconds = self._begun.elapsed_time(self._last) / 1000
-            self._on_complete(self.bytes, self.seconds)
+            self._copy_rate.record(self.bytes, self.seconds)
         except RuntimeError:
             # The device is lost. The next computation fails with that; here, waiting threads must be released.
             self.seconds = time.monotonic() - started
@@ -145,11 +168,11 @@ class WeightUpload:
     def _parts(self, module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, int]]:
         """Blocks, and modules outside of blocks that own weights here, each with the last of our chunks it needs."""
         places = {chunk.number: index for index, chunk in enumerate(self._chunks)}
-        for part in hooked_modules(module):
-            ends = [self._end(tensor) for tensor in _tensors(part.module, part.owns_all)]
+        for part, is_block in hooked_modules(module):
+            ends = [self._end(tensor) for tensor in _tensors(part, recurse=is_block)]
             needed = max((end for end in ends if end is not None), default=None)
             if needed is not None:
-                yield part.module, places[(needed - 1) // CHUNK_BYTES]
+                yield part, places[(needed - 1) // CHUNK_BYTES]
 
     def _end(self, tensor: torch.Tensor) -> int | None:
         """The offset at which a weight ends in the arena; None if it is not there."""
@@ -167,21 +190,13 @@ def _earlier(places: Sequence[int]) -> list[int | None]:
     return found
 
 
-class HookedModule:
-    """A module that waits as a whole (a block) or for its own weights only."""
-
-    __slots__ = ("module", "owns_all")
-
-    def __init__(self, module: torch.nn.Module, owns_all: bool) -> None:
-        self.module, self.owns_all = module, owns_all
-
-
-def hooked_modules(module: torch.nn.Module) -> Iterator[HookedModule]:
-    """The elements of every outermost module list, as blocks, and each module around them on its own."""
-    yield HookedModule(module, owns_all=False)
+def hooked_modules(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, bool]]:
+    """The elements of every outermost module list, and each module around them. True for those elements: they wait as a
+    whole, the others for their own weights only."""
+    yield module, False
     for child in module.children():
         if isinstance(child, torch.nn.ModuleList):
-            yield from (HookedModule(block, owns_all=True) for block in child)
+            yield from ((block, True) for block in child)
         else:
             yield from hooked_modules(child)
 
@@ -189,3 +204,82 @@ def hooked_modules(module: torch.nn.Module) -> Iterator[HookedModule]:
 def _tensors(module: torch.nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
     yield from module.parameters(recurse=recurse)
     yield from module.buffers(recurse=recurse)
+
+
+# --- folded weights ---------------------------------------------------------------------------------------------------
+
+
+class Unfolder:
+    """Restores the chunks of one arena in device memory: each is copied to its `landing`, then `unfold`ed.
+
+    Folded chunks land where the last chunks will be, which are never folded and come last. A device that needs none of
+    the last chunks has memory there all the same. Chunks that land in the same place must not be copied before the
+    earlier one is unfolded.
+    """
+
+    def __init__(self, weights: torch.Tensor, data_bytes: int, unfold: Unfold | None = None) -> None:
+        """`weights`: flat device memory for all data. `unfold`: by default the fastest that works."""
+        self._weights = weights
+        self._whole_chunks = data_bytes // CHUNK_BYTES
+        self._unfold = unfolder(weights.device) if unfold is None else unfold
+
+    def landing(self, chunk: Chunk) -> torch.Tensor:
+        """Where to copy the stored bytes of this chunk."""
+        index = chunk.number if chunk.fold is None else landing_index(chunk.number, self._whole_chunks)
+        return self._weights[index * CHUNK_BYTES : index * CHUNK_BYTES + chunk.size]
+
+    def unfold(self, chunk: Chunk) -> None:
+        """Restore the chunk from its landing, on the current stream. Does nothing if it is not folded."""
+        if chunk.fold is not None:
+            target = self._weights[chunk.start : chunk.start + CHUNK_BYTES].view(torch.int16)
+            self._unfold(self.landing(chunk), target, chunk.fold)
+
+
+def landing_index(index: int, whole_chunks: int) -> int:
+    """The chunk in whose place a folded one lands: of the last whole chunks, the one a multiple of them later."""
+    first = whole_chunks - LANDING_CHUNKS
+    return first + (index - first) % LANDING_CHUNKS
+
+
+def unfold_plainly(folded: torch.Tensor, target: torch.Tensor, fold: Fold) -> None:
+    numbers = target.numel()
+    half, end = numbers // 2, numbers // 2 * 3
+    pairs = folded[numbers:end]
+    for start, codes in ((0, pairs & ODD_CODE), (half, pairs >> 4)):
+        rest = folded[start : start + half].to(torch.int16)
+        exponents = torch.where(codes == 0, 0, codes.to(torch.int16) + fold.base) & 0xFF
+        # The sign is moved to bit 15 by a product, which may overflow; a shift might not.
+        target[start : start + half] = ((rest & 0x80) * 256) | (exponents << 7) | (rest & 0x7F)
+    middle = end + 4 * fold.odd
+    places = folded[end:middle].view(torch.int32)
+    target[places.long()] = folded[middle : middle + 2 * fold.odd].view(torch.int16)
+
+
+@functools.cache
+def unfolder(device: torch.device) -> Unfold:
+    """The fastest function that works on this device."""
+    try:
+        from ..kernels.triton_kernels import unfold
+
+        folded, fold = _sample(device)
+        wanted, found = (torch.zeros(TRY_NUMBERS, dtype=torch.int16, device=device) for _ in range(2))
+        unfold_plainly(folded, wanted, fold)
+        unfold(folded, found, fold)
+        if torch.equal(wanted, found):
+            return unfold
+        log.warning("the kernel that unfolds weights is wrong here; torch's own operations do it")
+    except Exception as reason:
+        log.warning("weights are unfolded by torch's own operations: %s", reason)
+    return unfold_plainly
+
+
+def _sample(device: torch.device) -> tuple[torch.Tensor, Fold]:
+    """A folded sample with every byte and every pair of codes."""
+    fold = Fold(_TRY_BASE, 3)
+    parts = [
+        (torch.arange(TRY_NUMBERS, device=device) % 256).to(torch.uint8),
+        (torch.arange(TRY_NUMBERS // 2, device=device) // (TRY_NUMBERS // 512)).to(torch.uint8),
+        torch.tensor([1, TRY_NUMBERS // 2, TRY_NUMBERS - 1], dtype=torch.int32, device=device).view(torch.uint8),
+        torch.tensor([-1, 7, 12_345], dtype=torch.int16, device=device).view(torch.uint8),
+    ]
+    return torch.cat(parts), fold

@@ -2,7 +2,7 @@
 
 Owns the processes that run `fold.py`, and how much of each chunk is still missing. A process that fails may leave a
 chunk half written, so the arena must be filled again; after that this worker folds nothing. Never reads weights itself.
-Read `fill_folded` first.
+Read `Folding` first.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ...failures import Failure
-from .fold import CHUNK_BYTES, LANDING_CHUNKS, NO_NUMPY, ORDER, ChunkTable, Fold
+from ..failures import Failure
+from .fold import CHUNK_BYTES, LANDING_CHUNKS, NO_NUMPY, ORDER, Fold
 
 # Each folds a gigabyte a second and takes a chunk of memory. Half of the processors are left to reading.
 PROCESSES_MAX: Final = 8
@@ -52,34 +52,6 @@ class FoldSettings:
 
 
 FOLDING: Final = FoldSettings()
-
-
-def fill_folded(
-    descriptor: int,
-    size: int,
-    ranges: Iterable[tuple[int, int]],
-    *,
-    fill: Callable[[Callable[[int, int], None]], int],
-    refill: Callable[[], int],
-    cancelled: threading.Event,
-    settings: FoldSettings = FOLDING,
-) -> tuple[int, ChunkTable]:
-    """Fill an arena of `size` bytes and fold its chunks meanwhile. Returns the bytes read and the table of chunks.
-    `fill` fills all of `ranges` (start, bytes) and reports each part that is filled. If folding fails, `refill` fills
-    all of it again and nothing is folded. Raises what these raise, and Failure if a process cannot be stopped."""
-    folding = Folding(descriptor, size, ranges, settings)
-    try:
-        done = fill(folding.filled)
-        try:
-            folds = folding.finish(cancelled)
-        except FoldingFailed as reason:
-            if not cancelled.is_set():
-                log.warning("weights are read again, and not folded: %s", reason)
-            done, folds = refill(), {}
-    except BaseException:
-        folding.stop()
-        raise
-    return done, ChunkTable(size, folds)
 
 
 class FoldingFailed(Failure):

@@ -2,7 +2,7 @@
 
 The exponents of a model's bfloat16 numbers are close together, so four bits are enough for most of them; sign and
 fraction keep their eight bits. The few numbers with another exponent, the odd ones, are kept whole as well. This saves
-host memory, and less is copied to the device, where `unfolding.py` restores the numbers bit for bit. Owns the format
+host memory, and less is copied to the device, where `upload.py` restores the numbers bit for bit. Owns the format
 and the table of chunks. Never imports torch or anything of ours: the program runs in a process of its own, because its
 many short steps would each wait for the worker's interpreter lock.
 
