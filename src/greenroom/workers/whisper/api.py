@@ -7,7 +7,7 @@ it. A client that leaves cancels its handler, and with it the work after the seg
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
@@ -24,6 +24,8 @@ PROMPT_CHARS_MAX: Final = 16_384
 GRANULARITIES: Final = ("word", "segment")
 # The gateway counts by it, whatever the format of the answer is.
 LENGTH_HEADER: Final = "x-audio-seconds"
+# True for what takes the model off the GPU.
+_MOVES: Final = {"/control/sleep": True, "/control/wake": False}
 _TASKS: Final = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translations": "translate"}
 
 
@@ -39,11 +41,8 @@ class SoundRequest:
 
 
 class AudioApi:
-    """`sleep` and `wake` move the model off the GPU and back. They are called while no thread computes."""
-
-    def __init__(self, transcriber: Transcriber, sleep: Callable[[], None], wake: Callable[[], None]) -> None:
+    def __init__(self, transcriber: Transcriber) -> None:
         self._transcriber = transcriber
-        self._orders = {"/control/sleep": (sleep, True), "/control/wake": (wake, False)}
         self._is_asleep = False
         # How much of its sound each request has heard, by the gateway's id of it.
         self._progress: dict[str, float] = {}
@@ -55,11 +54,10 @@ class AudioApi:
         elif request.method == "GET" and request.path == "/progress":
             asked = parse_qs(request.query).get("request", [""])[0]
             answer.whole(200, encoded({"progress": self._progress.get(asked)}))
-        elif request.method == "POST" and request.path in self._orders:
-            order, asleep = self._orders[request.path]
-            await self._transcriber.alone(order)
-            self._is_asleep = asleep
-            answer.whole(200, encoded({"asleep": asleep}))
+        elif request.method == "POST" and request.path in _MOVES:
+            await self._transcriber.move(to_cpu=_MOVES[request.path])
+            self._is_asleep = _MOVES[request.path]
+            answer.whole(200, encoded({"asleep": self._is_asleep}))
         elif request.path not in _TASKS:
             raise ApiError(f"There is no {request.path} here.", status=404, code="not_found")
         elif request.method != "POST":
