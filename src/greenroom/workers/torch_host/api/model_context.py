@@ -7,7 +7,7 @@ tokens, or a list of either.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,11 +16,11 @@ from ...serving.errors import ApiError, new_id, too_long
 from ...serving.fields import Body, refuse
 from ..engine.requests import CallbackQueue, GenerationRequest, InferenceEngine
 from ..sandbox.grammar import Grammars, JsonConstraint
-from ..text.harmony import Harmony
+from ..text.harmony import Harmony, HarmonyReader
 from ..text.output_stream import OutputStream, StopFinder
 from ..text.templates import ChatTemplate
 from ..text.tokens import TextCodec
-from ..text.tool_calls import Reader
+from ..text.tool_calls import CallReader
 from ..weights.sentence_config import SentenceConfig
 from .answering import Generation
 from .sampling_params import SEQUENCES_MAX, SamplingParams
@@ -50,8 +50,10 @@ class Origin:
 class OutputFormat:
     """How the tokens of an answer become text, calls and reasoning."""
 
-    reader: Callable[[], Reader | None] = lambda: None
-    """Makes the parser of one choice."""
+    reader: type[CallReader | HarmonyReader] | None = None
+    """Parses one choice."""
+    names: Collection[str] = ()
+    """The tools that may be called."""
     spoken: Collection[int] = ()
     """Special tokens that appear in the text."""
     marks: Mapping[int, str] = field(default_factory=dict)
@@ -125,7 +127,8 @@ class ModelContext:
         continues: bool,
     ) -> OutputStream:
         detokeniser = self.text.detokeniser(prompt if continues else (), reading.spoken, reading.marks)
-        output = OutputStream(index, self.callbacks, detokeniser, StopFinder(params.stops), reading.reader())
+        reader = None if reading.reader is None else reading.reader(reading.names)
+        output = OutputStream(index, self.callbacks, detokeniser, StopFinder(params.stops), reader)
         output.request = GenerationRequest(
             id=new_id("ask"),
             tokens=prompt,

@@ -7,8 +7,9 @@ whether the caller streams or not: it passes on pieces, in order, and then the e
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...serving.errors import ApiError, failed, unavailable
@@ -50,8 +51,19 @@ class OutputPiece:
         self.reasoning += later.reasoning
 
 
+class OutputListener(ABC):
+    """Hears on the loop what becomes of sequences."""
+
+    @abstractmethod
+    def say(self, output: OutputStream, piece: OutputPiece) -> None: ...
+
+    @abstractmethod
+    def over(self, output: OutputStream) -> None:
+        """Exactly once for each, and last."""
+
+
 class OutputStream:
-    """Listens to one sequence. Calls `on_piece` and `on_over` on the loop, `on_over` exactly once and last."""
+    """Reads one sequence for its listener, which is set before the sequence begins."""
 
     def __init__(
         self, index: int, callbacks: CallbackQueue, detokeniser: Detokeniser, stops: StopFinder, reader: Reader | None
@@ -63,8 +75,7 @@ class OutputStream:
         """stop, length or tool_calls, once it is over."""
         self.end: End | None = None
         self.error: ApiError | None = None
-        self.on_piece: Callable[[OutputStream, OutputPiece], None]
-        self.on_over: Callable[[OutputStream], None]
+        self.listener: OutputListener
         self.request: GenerationRequest
         self._callbacks = callbacks
         self._detokeniser = detokeniser
@@ -117,7 +128,7 @@ class OutputStream:
         except Exception:
             self._break()
         self.finish = "tool_calls" if self._has_called else "stop" if self._stops.is_found else end.reason
-        self.on_over(self)
+        self.listener.over(self)
 
     def _say(self, text: str, is_last: bool = False) -> None:
         piece = OutputPiece(text, self._let_out(len(text), is_last))
@@ -128,7 +139,7 @@ class OutputStream:
             piece.text, piece.calls, piece.reasoning = found.text, found.calls, found.reasoning
             self._has_called = self._has_called or bool(piece.calls)
         if piece:
-            self.on_piece(self, piece)
+            self.listener.say(self, piece)
 
     def _remember(self, token: Token, text: str) -> None:
         if token.logprob is not None:
