@@ -41,7 +41,7 @@ class AnswerWriter:
         self.has_begun = False
         self.is_over = False
         self.is_choked = False
-        self.on_relief: Callable[[], None] = _nothing
+        self.on_relief: Callable[[], None] = lambda: None
         """Called when the client has caught up."""
 
     def whole(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
@@ -229,7 +229,3 @@ class _Connection(asyncio.Protocol):
 
 
 _TOO_SLOW = ApiError("The request did not arrive in time.", status=408, code="request_timeout")
-
-
-def _nothing() -> None:
-    pass

@@ -118,7 +118,7 @@ class AudioApi:
                 return
             segments = [segment async for segment in found]
         body = answer_body(asked.format, asked.wanted.task, asked.granularities, segments, length_s)
-        answer.whole(200, body, {"content-type": content_type(asked.format), **headers})
+        answer.whole(200, body, {"content-type": _TYPES.get(asked.format, "application/json"), **headers})
 
     async def _segments(self, asked: SoundRequest, length_s: float, request_id: str) -> AsyncGenerator[Segment, None]:
         self._progress[request_id] = 0.0
@@ -137,8 +137,8 @@ async def _send_events(found: AsyncIterator[Segment], length_s: float, answer: A
         piece = segment.text if said else segment.text.lstrip()
         said += piece
         if piece:
-            answer.event(delta_event(piece))
-    answer.event(done_event(said, length_s))
+            answer.event(encoded({"type": "transcript.text.delta", "delta": piece}))
+    answer.event(encoded({"type": "transcript.text.done", "text": said, **usage(length_s)}))
     answer.end_events()
 
 
@@ -220,10 +220,6 @@ _LANGUAGES: Final = (
 LANGUAGES: Final = dict(word.split(":") for word in _LANGUAGES.split())
 
 
-def content_type(format: str) -> str:
-    return _TYPES.get(format, "application/json")
-
-
 def answer_body(
     format: str, task: str, granularities: Sequence[str], segments: Sequence[Segment], length_s: float
 ) -> bytes:
@@ -240,14 +236,6 @@ def answer_body(
 
 def usage(length_s: float) -> dict[str, Any]:
     return {"usage": {"type": "duration", "seconds": round(length_s, 3)}}
-
-
-def delta_event(piece: str) -> bytes:
-    return encoded({"type": "transcript.text.delta", "delta": piece})
-
-
-def done_event(text: str, length_s: float) -> bytes:
-    return encoded({"type": "transcript.text.done", "text": text, **usage(length_s)})
 
 
 def text_of(segments: Sequence[Segment]) -> str:
