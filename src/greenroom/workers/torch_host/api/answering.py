@@ -17,8 +17,9 @@ from ...serving.errors import ApiError, encoded, new_id, too_long, unavailable
 from ...serving.http import AnswerWriter
 from ..engine.requests import InferenceEngine, PromptTooLong, UnknownToken
 from ..failures import Failure
-from ..text.output_stream import OutputListener, OutputPiece, OutputStream, ScoredToken
+from ..text.output_stream import OutputListener, OutputStream
 from ..text.tokens import Speller
+from ..text.tool_calls import OutputPiece, ScoredToken
 from .sampling_params import SamplingParams
 
 Usage = Mapping[str, Any]

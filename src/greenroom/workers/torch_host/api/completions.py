@@ -12,13 +12,14 @@ from ...serving.fields import Body, boolean, integer, mapping
 from ...serving.http import AnswerWriter
 from ..sandbox.grammar import JsonConstraint
 from ..text.harmony import ANSWER_HEADER, HarmonyReader
-from ..text.output_stream import OutputPiece, ScoredToken
 from ..text.templates import read_messages
 from ..text.tokens import Speller
 from ..text.tool_calls import (
     CALL_TOKENS,
     CallFormat,
     CallReader,
+    OutputPiece,
+    ScoredToken,
     ToolCall,
     Tools,
     call_format_of,

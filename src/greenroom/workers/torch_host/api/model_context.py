@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from ...serving.errors import ApiError, new_id, too_long
@@ -104,44 +103,29 @@ class ModelContext:
         if len(prompts) * params.choices > SEQUENCES_MAX:
             raise ApiError(f"At most {SEQUENCES_MAX} answers may be asked for at once.", param="n")
         rooms = [params.room(len(prompt), self.engine.context) for prompt in prompts]
-        read = reading or OutputFormat()
-        make = partial(self._output, params=params, origin=origin, reading=read, continues=continues)
+        reading = reading or OutputFormat()
+        stop_tokens = frozenset() if params.ignores_end else self.text.stop_tokens.union(reading.stops)
         outputs: list[OutputStream] = []
         for prompt, room in zip(prompts, rooms, strict=True):
             for choice in range(params.choices):
-                own = constraint and (constraint.again() if outputs else constraint)
-                outputs.append(make(len(outputs), prompt, room, choice, own))
+                detokeniser = self.text.detokeniser(prompt if continues else (), reading.spoken, reading.marks)
+                reader = None if reading.reader is None else reading.reader(reading.names)
+                stops = StopFinder(params.stops)
+                output = OutputStream(len(outputs), self.callbacks, detokeniser, stops, reader)
+                output.request = GenerationRequest(
+                    id=new_id("ask"),
+                    tokens=prompt,
+                    max_tokens=room,
+                    sampling=params.sampling_of(choice),
+                    stop_tokens=stop_tokens,
+                    listener=output,
+                    tenant=origin.tenant,
+                    tag=origin.tag,
+                    uses_cache=origin.uses_cache,
+                    constraint=constraint and (constraint.again() if outputs else constraint),
+                )
+                outputs.append(output)
         return Generation(outputs, [len(prompt) for prompt in prompts])
-
-    def _output(
-        self,
-        index: int,
-        prompt: list[int],
-        room: int,
-        choice: int,
-        constraint: JsonConstraint | None,
-        *,
-        params: SamplingParams,
-        origin: Origin,
-        reading: OutputFormat,
-        continues: bool,
-    ) -> OutputStream:
-        detokeniser = self.text.detokeniser(prompt if continues else (), reading.spoken, reading.marks)
-        reader = None if reading.reader is None else reading.reader(reading.names)
-        output = OutputStream(index, self.callbacks, detokeniser, StopFinder(params.stops), reader)
-        output.request = GenerationRequest(
-            id=new_id("ask"),
-            tokens=prompt,
-            max_tokens=room,
-            sampling=params.sampling_of(choice),
-            stop_tokens=frozenset() if params.ignores_end else self.text.stop_tokens.union(reading.stops),
-            listener=output,
-            tenant=origin.tenant,
-            tag=origin.tag,
-            uses_cache=origin.uses_cache,
-            constraint=constraint,
-        )
-        return output
 
 
 def inputs_of(body: Body, name: str, inputs_max: int) -> list[Any]:
