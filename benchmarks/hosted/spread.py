@@ -25,8 +25,7 @@ import torch
 from benchmarks.hosted.pipelines import SDXL, TINY, make_pipelines
 from greenroom.workers.torch_host.control.resources import DeviceContext
 from greenroom.workers.torch_host.control.slot_options import Opening, SlotOptions
-from greenroom.workers.torch_host.images.pipeline import PipelineSource
-from greenroom.workers.torch_host.images.pipeline_files import read_pipeline
+from greenroom.workers.torch_host.images.pipeline import PipelineSource, read_pipeline
 from greenroom.workers.torch_host.images.preparing import PreparedPipeline, prepare
 from greenroom.workers.torch_host.weights.arena import view_of
 from greenroom.workers.torch_host.weights.device_weights import DevicePart

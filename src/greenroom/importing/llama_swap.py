@@ -7,18 +7,17 @@ and memory does not count beside them, so that the same models are unloaded for 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from greenroom.config.kinds import id_problem
 from greenroom.config.reader import Lines, Problem, Value, Where, dotted, read, refusal
 from greenroom.errors import ConfigError
-from greenroom.importing.llama_swap_macros import SwapMacros, variables_of
-from greenroom.importing.llama_swap_models import SharedDefaults, model_of
-from greenroom.importing.llama_swap_peers import PeerModels
+from greenroom.importing.llama_swap_keys import SourceKeys, SwapMacros, variables_of
+from greenroom.importing.llama_swap_models import PeerModels, model_of
 from greenroom.importing.result import Imported, Notes, nothing_found
-from greenroom.importing.source_keys import SourceKeys
 
 PORT: Final = 8080
 PORTS: Final = 1_000
@@ -52,16 +51,24 @@ def import_file(path: Path) -> Imported:
     """Read a file of llama-swap. Raises ConfigError with a line for each mistake that llama-swap would refuse too, or
     for each reason if none of its models can be run here."""
     source = read(path)
-    lines = source.lines
     if not isinstance(source.tree.get("models"), dict) or not source.tree["models"]:
         raise ConfigError(f"{path}: has no models; is it a configuration of llama-swap?")
     made = _Import(source.tree)
-    imported = made.whole(lambda found: refusal(str(path), (_in_source(problem, lines) for problem in found), lines))
+    tree = made.whole()
     if wrong := [*source.problems, *made.problems]:
-        raise refusal(str(path), wrong, lines)
-    if not imported.tree["models"]:
-        raise nothing_found(path, imported.notes)
-    return imported
+        raise refusal(str(path), wrong, source.lines)
+    if not tree["models"]:
+        raise nothing_found(path, made.notes.found)
+    return _ImportedFile(tree, tuple(made.notes.found), made.notes.mapped, str(path), source.lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _ImportedFile(Imported):
+    path: str
+    lines: Lines
+
+    def refused(self, problems: Sequence[Problem]) -> ConfigError:
+        return refusal(self.path, (_in_source(problem, self.lines) for problem in problems), self.lines)
 
 
 _RULES: Final = "routing.router.settings"
@@ -130,7 +137,7 @@ class _Import:
         self.problems: list[Problem] = scope.problems
         self._tasks: dict[str, Value] = {}
 
-    def whole(self, refused: Callable[[Sequence[Problem]], ConfigError]) -> Imported:
+    def whole(self) -> dict[str, Value]:
         models = self._models()
         sections: dict[str, Value] = {"server": self._server()}
         level = self._top.text("logLevel")
@@ -156,22 +163,19 @@ class _Import:
         if tasks := {**self._tasks, **_tasks_of(self._top.below("selectors"), known)}:
             sections["tasks"] = tasks
         self._top.name_rest(NOT_MAPPED)
-        made: dict[str, Value] = {**sections, "models": {**models, **peers.models}}
-        return Imported(made, tuple(self.notes.found), self.notes.mapped, refused)
+        return {**sections, "models": {**models, **peers.models}}
 
     def _models(self) -> dict[str, dict[str, Value]]:
-        shared = SharedDefaults(
-            load_timeout_s=self._top.number("healthCheckTimeout") or None,
-            stop_timeout_s=self._top.number("unloadTimeout") or None,
-        )
-        said = self._tree["models"]
-        assert isinstance(said, dict)
+        limits = {"load_timeout_s": "healthCheckTimeout", "stop_timeout_s": "unloadTimeout"}
+        shared: dict[str, Value] = {ours: said for ours, theirs in limits.items() if (said := self._top.number(theirs))}
+        models = self._tree["models"]
+        assert isinstance(models, dict)
         found: dict[str, dict[str, Value]] = {}
-        for name, tree in said.items():
+        for name, tree in models.items():
             made = model_of(name, self._keys_of(name, tree), shared)
             if made is not None:
-                found[name] = made.model
-                self._tasks |= made.tasks
+                found[name], tasks = made
+                self._tasks |= tasks
         return found
 
     def _keys_of(self, name: str, tree: Value) -> SourceKeys:

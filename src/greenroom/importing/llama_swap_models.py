@@ -1,21 +1,26 @@
-"""One model of a llama-swap file as a model of ours: a command, with everything that is said about it. Owns the mapping
-of the keys below `models`, and how a port that is fixed there becomes one that is free at each start."""
+"""The models of a llama-swap file as models of ours: commands, and those of its peers as remote models.
+
+Owns the mapping of the keys below `models`, and how a port that is fixed there becomes one that is free at each start.
+Owns also how a peer is named here and how its models are: `PEER/MODEL`, and the bare name where that is clear. A key
+never goes into the file: it is read from an environment variable.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import re
+from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import PurePath
 from typing import Final
+from urllib.parse import urlsplit
 
 from greenroom.config.kinds import id_problem, words
 from greenroom.config.reader import Value
 from greenroom.config.sections.model import PARAMS_NOT_OURS_TO_CHANGE
-from greenroom.importing.llama_swap_macros import PID, PORT
+from greenroom.importing.llama_swap_keys import PID, PORT, SourceKeys, variables_of
 from greenroom.importing.result import Unimportable
-from greenroom.importing.source_keys import SourceKeys
 
 _NO_DEFAULTS: Final = "set_params replaces what a request says; a field cannot be set only where a request does not"
 _ALL_TIMES: Final = "connections to engines have times of their own; see server.answer_idle_max_s"
@@ -42,24 +47,9 @@ _COMFYUI: Final = "comfyui_auto"
 _NO_PORT: Final = "write ${PORT} in its cmd, where it listens, and import again"
 
 
-@dataclass(frozen=True, slots=True)
-class SharedDefaults:
-    """What the file says for all models."""
-
-    load_timeout_s: float | None
-    stop_timeout_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class SwapModel:
-    """A model as ours. `tasks` are names that ask it with parameters of their own."""
-
-    model: dict[str, Value]
-    tasks: dict[str, Value]
-
-
-def model_of(name: str, keys: SourceKeys, shared: SharedDefaults) -> SwapModel | None:
-    """The model as ours, or None if it cannot be run here: then a note says why."""
+def model_of(name: str, keys: SourceKeys, shared: dict[str, Value]) -> tuple[dict[str, Value], dict[str, Value]] | None:
+    """The model as ours, and tasks that ask it with parameters of their own; None if it cannot be run here: then a note
+    says why. `shared` is what the file says for all models."""
     try:
         if why := id_problem(name):
             raise Unimportable(why)
@@ -73,7 +63,7 @@ def model_of(name: str, keys: SourceKeys, shared: SharedDefaults) -> SwapModel |
     keys.name_rest(NOT_MAPPED)
     if name == _COMFYUI:
         keys.notes.differs(keys.where, f"it is not at /comfyui/ here but at /upstream/{name}/")
-    return SwapModel(made, tasks)
+    return made, tasks
 
 
 # --- the process ----------------------------------------------------------------------------------------------------
@@ -288,14 +278,108 @@ def _has_hole(value: Value) -> bool:
 # --- how long it stays ------------------------------------------------------------------------------------------------
 
 
-def _stay(keys: SourceKeys, shared: SharedDefaults) -> dict[str, Value]:
+def _stay(keys: SourceKeys, shared: dict[str, Value]) -> dict[str, Value]:
     made: dict[str, Value] = {}
     ttl_s, stop_s = keys.number("ttl", least=-1), keys.number("unloadTimeout")
     if ttl_s is not None and ttl_s >= 0:
         made["ttl_s"] = ttl_s
-    if shared.load_timeout_s is not None:
-        made["load_timeout_s"] = shared.load_timeout_s
-    if stop := stop_s or shared.stop_timeout_s:
-        made["stop_timeout_s"] = stop
+    made |= shared
+    if stop_s:
+        made["stop_timeout_s"] = stop_s
     keys.below("macros")
     return made
+
+
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+
+# Below this path a peer answers as OpenAI does.
+API: Final = "/v1"
+NAME_CHARS_MAX: Final = 32
+_BY_ID: Final = {"setParamsByID": "parameters are set for a model, not for one of its names"}
+_TIMES: Final = dict.fromkeys(
+    ("keepalive", "tlsHandshake", "expectContinue", "idleConn"), "connections to other servers have no such time"
+)
+
+
+class PeerModels:
+    """What the peers of a file become. `remotes` and `models` are for our file."""
+
+    def __init__(self, peers: SourceKeys, taken: Collection[str]) -> None:
+        """`taken` are ids and aliases of models that run here: they win over bare names."""
+        self.remotes: dict[str, Value] = {}
+        self.models: dict[str, Value] = {}
+        self._taken = set(taken)
+        said = [(name, keys, keys.texts("models")) for name, keys in peers.each()]
+        counts = Counter(model for _, _, models in said for model in set(models))
+        for name, keys, models in said:
+            self._add(name, keys, {model: counts[model] == 1 for model in models})
+
+    def _add(self, peer: str, keys: SourceKeys, models: dict[str, bool]) -> None:
+        """`models` says of each whether its bare name is clear."""
+        remote = _remote(peer, keys)
+        filters = keys.below("filters")
+        shared = params_of(filters)
+        filters.name_rest(_BY_ID)
+        keys.name_rest()
+        if remote is None:
+            return
+        called = self._name(peer)
+        self.remotes[called] = remote
+        for model, is_clear in models.items():
+            id = f"{peer}/{model}"
+            if why := id_problem(id):
+                keys.notes.unmapped((*keys.where, "models"), f"{model}: {why}")
+                continue
+            made: dict[str, Value] = {"engine": "remote", "remote": called, "use_model_name": model}
+            if is_clear and model not in self._taken and id_problem(model) is None:
+                made["aliases"] = [model]
+            self.models[id] = {**made, **shared}
+
+    def _name(self, peer: str) -> str:
+        """A name that a remote can have, and that no other has."""
+        plain = re.sub(r"[^a-z0-9_-]+", "-", peer.lower()).strip("-_")[: NAME_CHARS_MAX - 4] or "peer"
+        names = chain((plain,), (f"{plain}-{number}" for number in count(2)))
+        return next(name for name in names if name not in self.remotes)
+
+
+def _remote(peer: str, keys: SourceKeys) -> dict[str, Value] | None:
+    """The address of a peer and how long it is waited for; None if it cannot be asked from here."""
+    proxy, key = keys.text("proxy"), keys.text("apiKey")
+    times = keys.below("timeouts")
+    connect_s, first_s = times.number("connect"), times.number("responseHeader")
+    times.name_rest(_TIMES)
+    if proxy is None or not _is_address(proxy):
+        keys.notes.unmapped((*keys.where, "proxy"), "the whole peer: http://HOST or https://HOST is wanted")
+        return None
+    if key is not None and urlsplit(proxy).scheme == "http" and not _is_peer_here(proxy):
+        keys.notes.unmapped(keys.where, "the whole peer: its key would be sent without encryption; use https")
+        return None
+    made: dict[str, Value] = {"provider": "compatible", "base_url": proxy.rstrip("/") + API}
+    if key is not None:
+        made["api_key_env"] = _variable(peer, key, keys)
+    made |= {"connect_timeout_s": connect_s} if connect_s else {}
+    return made | ({"first_byte_timeout_s": first_s} if first_s else {})
+
+
+def _is_address(proxy: str) -> bool:
+    try:
+        parts = urlsplit(proxy)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and "@" not in parts.netloc
+
+
+def _is_peer_here(proxy: str) -> bool:
+    host = urlsplit(proxy).hostname or ""
+    return host == "localhost" or host.startswith("127.") or host == "::1"
+
+
+def _variable(peer: str, key: str, keys: SourceKeys) -> str:
+    """The environment variable that has the key of a peer."""
+    named = variables_of(key)
+    if len(named) == 1 and key == f"${{env.{named[0]}}}":
+        return named[0]
+    name = "PEER_" + re.sub(r"[^A-Z0-9]+", "_", peer.upper())[:100] + "_KEY"
+    keys.notes.differs((*keys.where, "apiKey"), f"no key is written here: set the environment variable {name} to it")
+    return name

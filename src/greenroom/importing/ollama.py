@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from greenroom.base.plain_file import open_plain, read_plain
 from greenroom.config.kinds import id_problem
-from greenroom.config.reader import Problem, Value, Where, dotted, shown
+from greenroom.config.reader import Value, Where, shown
 from greenroom.errors import ConfigError
 from greenroom.importing.result import Imported, Notes, Unimportable, nothing_found
 
@@ -84,12 +84,7 @@ def import_folder(folder: Path) -> Imported:
             notes.unmapped(("models", name), f"the whole model: {error}")
     if not models:
         raise nothing_found(folder, notes.found)
-    return Imported({"server": {"port": PORT}, "models": models}, tuple(notes.found), notes.mapped, _refused)
-
-
-def _refused(found: Sequence[Problem]) -> ConfigError:
-    """No file has lines for these."""
-    return ConfigError("\n".join(f"{dotted(problem.where)}: {problem.message}" for problem in found))
+    return Imported({"server": {"port": PORT}, "models": models}, tuple(notes.found), notes.mapped)
 
 
 def _has_manifests(folder: Path) -> bool:

@@ -4,7 +4,7 @@ how both are written: as YAML that our own reader reads back unchanged, with the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,13 +36,15 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """`tree` is the configuration. `mapped` counts the keys of the source that are in it. `refused` is the error if the
-    configuration has these problems: in places of the source."""
+    """`tree` is the configuration. `mapped` counts the keys of the source that are in it."""
 
     tree: dict[str, Value]
     notes: tuple[Note, ...]
     mapped: int
-    refused: Callable[[Sequence[Problem]], ConfigError]
+
+    def refused(self, problems: Sequence[Problem]) -> ConfigError:
+        """The error if the configuration has these problems: in places of the source, where that is a file."""
+        return ConfigError("\n".join(f"{dotted(problem.where)}: {problem.message}" for problem in problems))
 
     def variables_at(self, where: Where) -> list[str]:
         """The environment variables in the text at this place of the configuration, macros in it included."""

@@ -74,14 +74,13 @@ class DownloadLocks:
         if fd is None:
             return False
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if os.fstat(fd).st_nlink == 0:
+            is_locked = _lock(fd, fcntl.LOCK_SH)
+            if is_locked and os.fstat(fd).st_nlink == 0:
                 raise BlockingIOError("they were deleted")
         except BlockingIOError:
             os.close(fd)
             raise
-        except OSError:
-            # A volume without locks: nothing on it is ever deleted.
+        if not is_locked:
             os.close(fd)
             return False
         # Also without a mark that can be read: it may just be written.
@@ -108,12 +107,9 @@ class DownloadLocks:
         if self._uses(path) or (fd := self._open(path)) is None:
             return False
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(fd, fcntl.LOCK_EX)
         except BlockingIOError:
             return True
-        except OSError:
-            # A volume without locks.
-            return False
         finally:
             os.close(fd)
         return False
@@ -126,8 +122,12 @@ class DownloadLocks:
         fd = None if self._uses(path) else self._open(path)
         locks = [] if fd is None else [fd]
         try:
-            if fd is not None:
-                _lock_to_delete(fd, force=force)
+            try:
+                if fd is not None:
+                    _lock(fd, fcntl.LOCK_EX)
+            except BlockingIOError:
+                if not force:
+                    raise
             yield
         finally:
             self.let_go(path, locks)
@@ -214,16 +214,9 @@ class _Fetched(Exception):
 
 def _share(file: str, flags: int, locks: list[int]) -> None:
     """Add a shared lock, if the file can be opened. Raises BlockingIOError while a gateway deletes."""
-    if (fd := _opened(file, flags)) is None:
-        return
-    locks.append(fd)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:
-        # A volume without locks: nothing on it is ever deleted.
-        pass
+    if (fd := _opened(file, flags)) is not None:
+        locks.append(fd)
+        _lock(fd, fcntl.LOCK_SH)
 
 
 def _lock_alone(file: str, flags: int, locks: list[int]) -> bool:
@@ -238,15 +231,15 @@ def _lock_alone(file: str, flags: int, locks: list[int]) -> bool:
     return True
 
 
-def _lock_to_delete(fd: int, *, force: bool) -> None:
+def _lock(fd: int, how: int) -> bool:
+    """False on a volume without locks: nothing on it is ever deleted. Raises BlockingIOError if another holds one."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
     except BlockingIOError:
-        if not force:
-            raise
+        raise
     except OSError:
-        # A volume without locks.
-        pass
+        return False
+    return True
 
 
 def _fetching_below(roots: Iterable[str]) -> Iterator[str]:

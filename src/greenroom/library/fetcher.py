@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
@@ -94,19 +95,9 @@ def _folder_of(plan: FetchPlan | None, done: Done) -> str:
 
 def encode(order: DownloadOrder, place: FetchPlace, rate_bytes_s: float | None) -> bytes:
     """The order as the program reads it."""
-    said = {
-        "repo": order.repo,
-        "revision": order.revision,
-        "url": order.url,
-        "quantization": order.quantization,
-        "include": order.include,
-        "exclude": order.exclude,
-        "exact_name": order.exact_name,
-        "cache": place.cache,
-        "folder": place.folder,
-        "root": place.root,
-        "rate_bytes_s": rate_bytes_s,
-    }
+    said = {**asdict(order), **asdict(place), "rate_bytes_s": rate_bytes_s}
+    # As the caller wrote it; the place is what it has become.
+    del said["destination"]
     return json.dumps(said).encode() + b"\n"
 
 

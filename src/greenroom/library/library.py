@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from greenroom.base.detached import run_detached
 from greenroom.base.plain_file import replace_file
@@ -83,6 +83,14 @@ class _Root:
     look: asyncio.Task[None] | None = None
 
 
+class LibraryFollower(Protocol):
+    def looked(self) -> None:
+        """The disk was looked at."""
+
+    def removed(self, record: LibraryRecord) -> None:
+        """Its files were deleted."""
+
+
 class Library(Part):
     """`run` runs blocking work in a thread that can be left behind."""
 
@@ -123,10 +131,7 @@ class Library(Part):
             self._write, "writing what is known of the library", lambda: WRITE_EVERY_S, _log.failed
         )
         self._roots: dict[str, _Root] = {}
-        # Is told of every model that was deleted.
-        self.on_removed: Callable[[LibraryRecord], None] = lambda record: None
-        # Is called after each look.
-        self.on_looked: Callable[[], None] = lambda: None
+        self.follower: LibraryFollower | None = None
         self.roots = Roots(())
         self.use_roots(roots)
 
@@ -204,21 +209,20 @@ class Library(Part):
     async def remove(
         self,
         record: LibraryRecord,
-        locked: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        lock: contextlib.AbstractContextManager[None] | None = None,
     ) -> int:
-        """Delete this model from disk and return the bytes that came free. Goes on if the caller leaves. `locked` is
-        entered in a thread while files are deleted; what it raises comes from here. Raises ModelNotFound if the model
-        is gone, and RemovalFailed if something of it cannot be deleted."""
-        task = asyncio.get_running_loop().create_task(self._remove(record, locked), name="remove model")
+        """Delete this model from disk and return the bytes that came free. Goes on if the caller leaves. `lock` is held
+        in a thread while files are deleted; what it raises comes from here. Raises ModelNotFound if the model is gone,
+        and RemovalFailed if something of it cannot be deleted."""
+        held = lock or contextlib.nullcontext()
+        task = asyncio.get_running_loop().create_task(self._remove(record, held), name="remove model")
         self._removals.add(task)
         task.add_done_callback(self._removals.discard)
         return await asyncio.shield(task)
 
-    async def _remove(
-        self, record: LibraryRecord, locked: Callable[[], contextlib.AbstractContextManager[None]]
-    ) -> int:
+    async def _remove(self, record: LibraryRecord, lock: contextlib.AbstractContextManager[None]) -> int:
         def remove() -> int:
-            with locked():
+            with lock:
                 return remove_files(record, others)
 
         async with self._removing:
@@ -228,7 +232,8 @@ class Library(Part):
             self._leaving = record.path
             try:
                 freed = int(await self._run(remove, "remove model"))
-                self.on_removed(record)
+                if self.follower is not None:
+                    self.follower.removed(record)
                 return freed
             except FileNotFoundError:
                 raise ModelNotFound.named(record.id) from None
@@ -284,7 +289,8 @@ class Library(Part):
                 await self._take()
         finally:
             self._looked.set()
-        self.on_looked()
+        if self.follower is not None:
+            self.follower.looked()
 
     async def _look_at(self, root: _Root) -> None:
         try:

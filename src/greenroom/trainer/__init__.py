@@ -10,8 +10,8 @@
 Needs only the standard library, so that any training program can import it.
 """
 
-from greenroom.trainer.following import Patience
 from greenroom.trainer.replica import Answer, Outcome, ReplicaAway, ReplicaError, ReplicaStatus, Report, Result, Sign
+from greenroom.trainer.sync import Patience
 from greenroom.trainer.trainer import Trainer
 
 __all__ = [

@@ -120,6 +120,13 @@ class Replica:
                 error=None if error is None else error.text("message"),
             )
 
+    def look(self) -> ReplicaStatus | ReplicaError:
+        """Its status, or why it does not tell."""
+        try:
+            return self.status()
+        except ReplicaError as error:
+            return error
+
     def update(self, wanted: WantedVersion) -> UpdateTask:
         body = {"model_repo_id": wanted.repo_id, "revision": wanted.revision, "model_version": wanted.number}
         said = {name: value for name, value in body.items() if value is not None} | {"allow_gap": wanted.allow_gap}

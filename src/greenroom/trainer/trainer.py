@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from greenroom.trainer.following import PATIENCE, Patience, look
 from greenroom.trainer.replica import (
     Answer,
     Outcome,
@@ -25,7 +24,7 @@ from greenroom.trainer.replica import (
     WantedVersion,
     same_weights,
 )
-from greenroom.trainer.sync import TOOK_IT, ApiSync, FileSync, Looked, Sync, at_once
+from greenroom.trainer.sync import PATIENCE, TOOK_IT, ApiSync, FileSync, Looked, Patience, Sync, at_once
 
 # A commit, or as much of it as is commonly written. What is shorter is a tag.
 _COMMIT: Final = re.compile("[0-9a-f]{7,40}")
@@ -74,7 +73,7 @@ class Trainer:
     def verify(self) -> Report:
         """Whether all replicas serve the same weights: the same repository at the same commit."""
         replicas = self._replicas()
-        looked = at_once(look, replicas)
+        looked = at_once(Replica.look, replicas)
         there = [one for one in looked if isinstance(one, ReplicaStatus)]
         results, newest = [], _newest(there)
         for replica, status in zip(replicas, looked, strict=True):
@@ -94,7 +93,7 @@ class Trainer:
         """Let all replicas serve these weights, and compare what they serve then. With `all_or_nothing`, replicas that
         took them go back if one replica did not."""
         replicas = self._replicas()
-        looked = at_once(look, replicas)
+        looked = at_once(Replica.look, replicas)
         if all_or_nothing and any(isinstance(one, ReplicaError) for one in looked):
             return _untouched(replicas, looked)
         wanted = WantedVersion(repo_id, revision, _next_number(looked), allow_gap)
@@ -118,7 +117,7 @@ class Trainer:
         newest version of a replica serves decides which commit a branch means, until it is updated anew. One that is
         being updated to this repository already, as when it fetches its first version, is left to that."""
         replicas = self._replicas()
-        looked = at_once(look, replicas)
+        looked = at_once(Replica.look, replicas)
         leader = _newest(one for one in looked if isinstance(one, ReplicaStatus) and self._is(one, repo_id, revision))
         coming = [isinstance(one, ReplicaStatus) and one.is_coming_to(repo_id) for one in looked]
         # Where none serves it yet but one is about to, that decides the commit.
@@ -149,11 +148,7 @@ class Trainer:
     def _replicas(self) -> list[Replica]:
         made = [
             Replica(
-                url,
-                api_key=self._api_key,
-                model=self._model,
-                answer_max_s=self._patience.answer_s,
-                sign=self._sign,
+                url, api_key=self._api_key, model=self._model, answer_max_s=self._patience.answer_s, sign=self._sign
             )
             for url in self._addresses()
         ]

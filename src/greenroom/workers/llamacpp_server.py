@@ -118,10 +118,6 @@ def template_arguments(text: str) -> dict[str, str]:
     return {key: json.dumps(value) for key, value in dict(json.loads(text)).items()}
 
 
-def lora_adapters(text: str) -> list[Any]:
-    return [adapter(path, 1.0) for path in parts(text)]
-
-
 def scaled_adapters(text: str) -> list[Any]:
     """FILE:SCALE, with commas between several."""
     pairs = [part.rpartition(":") for part in parts(text)]
@@ -134,18 +130,6 @@ def adapter(path: str, scale: float) -> Any:
     made = xllamacpp.CommonAdapterLoraInfo()
     made.path, made.scale = path, scale
     return made
-
-
-def speculation(text: str) -> list[Any]:
-    return [speculative_type(part) for part in parts(text)]
-
-
-def reasoning(text: str) -> int:
-    return REASONING[text]
-
-
-def file_text(path: str) -> str:
-    return Path(path).read_text(encoding="utf-8")
 
 
 flash_attention = constant("llama_flash_attn_type", "LLAMA_FLASH_ATTN_TYPE_", on="enabled", off="disabled")
@@ -163,10 +147,10 @@ OPTIONS: tuple[ServerOption, ...] = (
     # What is served, and where.
     option("--model -m", "model.path", str),
     option("--alias -a", "model_alias", lambda text: set(parts(text))),
-    option("--lora", "lora_adapters", lora_adapters),
+    option("--lora", "lora_adapters", lambda text: [adapter(path, 1.0) for path in parts(text)]),
     option("--lora-scaled", "lora_adapters", scaled_adapters),
     option("--model-draft -md --spec-draft-model", "speculative.draft.mparams.path", str),
-    option("--spec-type", "speculative.types", speculation),
+    option("--spec-type", "speculative.types", lambda text: [speculative_type(part) for part in parts(text)]),
     option("--n-gpu-layers-draft --gpu-layers-draft -ngld", "speculative.draft.n_gpu_layers", gpu_layers),
     option("--mmproj -mm", "mmproj.path", str),
     option("--host", "hostnames", parts),
@@ -183,9 +167,9 @@ OPTIONS: tuple[ServerOption, ...] = (
     option("--embd-normalize", "embd_normalize", int),
     *either("--jinja", "--no-jinja", "use_jinja"),
     option("--chat-template", "chat_template", str),
-    option("--chat-template-file", "chat_template", file_text),
+    option("--chat-template-file", "chat_template", lambda path: Path(path).read_text(encoding="utf-8")),
     option("--chat-template-kwargs", "default_template_kwargs", template_arguments),
-    option("--reasoning -rea", "enable_reasoning", reasoning),
+    option("--reasoning -rea", "enable_reasoning", REASONING.__getitem__),
     option("--reasoning-format", "reasoning_format", reasoning_format),
     option("--reasoning-budget", "sampling.reasoning_budget_tokens", int),
     option("--n-predict --predict -n", "n_predict", int),

@@ -19,7 +19,6 @@ import pytest
 
 from greenroom.process import orphans
 from greenroom.trainer import Outcome, Patience, ReplicaStatus, Report, Trainer
-from greenroom.trainer.following import look
 from greenroom.trainer.replica import Replica
 from tests.deploy.test_scripts import answers
 from tests.harness import write_config
@@ -59,7 +58,7 @@ class Pair:
 
     def status(self) -> ReplicaStatus | None:
         """Of the second replica, if it answers."""
-        seen = look(Replica(self.urls[1], api_key=None, model=None, answer_max_s=PATIENCE_S))
+        seen = Replica(self.urls[1], api_key=None, model=None, answer_max_s=PATIENCE_S).look()
         return seen if isinstance(seen, ReplicaStatus) else None
 
     def close(self) -> None:

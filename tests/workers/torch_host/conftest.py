@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from greenroom.workers.serving.http import HttpServer
-from greenroom.workers.torch_host.api.routes import serve_text
+from greenroom.workers.torch_host.api.routes import ModelServer
 from greenroom.workers.torch_host.engine.requests import GenerationRequest
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, SchemaTrials
@@ -86,16 +86,16 @@ def open_api(byte_text: TextCodec, socket_folder: Path, templates: SandboxPool) 
         script = says if callable(says) else lambda ask: own.tokens_of(says, False)
         engine = FakeEngine(script, context)
         path = socket_folder / "model.sock"
-        served = await serve_text(
-            path,
-            engine,
+        served = ModelServer(
             own,
+            engine,
             "tiny",
             templates=templates,
             trials=SchemaTrials(SandboxPool(SCHEMAS)),
             sentence=(sentence or SentenceConfig()) if embeds else None,
             template_deadline_s=template_deadline_s,
         )
+        await served.open(path)
         # Certificates take longer to read than most tests, and no socket has one.
         transport = httpx2.AsyncHTTPTransport(uds=str(path), verify=False)
         http = httpx2.AsyncClient(transport=transport, base_url="http://model", timeout=60)

@@ -12,7 +12,7 @@ import openai
 import pytest
 import torch
 
-from greenroom.workers.torch_host.api.routes import serve_text
+from greenroom.workers.torch_host.api.routes import ModelServer
 from greenroom.workers.torch_host.engine.engine_loop import EngineLoop
 from greenroom.workers.torch_host.sandbox.pool import SandboxPool
 from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, SchemaTrials
@@ -50,7 +50,8 @@ async def house(tmp_path: Path, socket_folder: Path, templates: SandboxPool) -> 
     text = TextCodec.load(tmp_path / "tiny")
     with running(random_model("llama")) as engine:
         trials = SchemaTrials(SandboxPool(SCHEMAS))
-        served = await serve_text(socket_folder / "s", engine, text, "tiny", templates=templates, trials=trials)
+        served = ModelServer(text, engine, "tiny", templates=templates, trials=trials)
+        await served.open(socket_folder / "s")
         made = House(engine, text, socket_folder / "s")
         yield made
         await made.client.close()

@@ -22,17 +22,15 @@ WAIT_S = 30
 
 
 class Worker:
-    """A server of the API with a model that hears what it is told to, and what it was ordered."""
+    """A server of the API with a model that hears what it is told to."""
 
     def __init__(self, socket: Path) -> None:
         self.socket = socket
         self.model = ScriptedModel(every_s=10)
-        self.orders: list[str] = []
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[Worker]:
-        transcriber = Transcriber(self.model, beam_size=1, at_once=2)
-        api = AudioApi(transcriber, sleep=lambda: self.orders.append("sleep"), wake=lambda: self.orders.append("wake"))
+        api = AudioApi(Transcriber(self.model, beam_size=1, at_once=2))
         server = HttpServer(api.handle, body_bytes_max=BODY_BYTES_MAX)
         await server.open(self.socket)
         try:
@@ -75,7 +73,7 @@ async def test_model_asleep_is_not_asked_until_it_is_woken(socket_folder: Path) 
         assert (status, answer["error"]["code"]) == (503, "unavailable")
         assert await worker.ask("POST", "/control/wake") == (200, {"asleep": False})
         assert (await worker.ask("POST", PATH, form([("model", "x")], silence(10))))[0] == 200
-        assert worker.orders == ["sleep", "wake"]
+        assert worker.model.moves == ["sleep", "wake"]
 
 
 async def test_what_is_not_there_is_refused(socket_folder: Path) -> None:

@@ -172,6 +172,15 @@ class ScriptedModel:
         self.asked: list[dict[str, Any]] = []
         self.may_go_on = threading.Event()
         self.may_go_on.set()
+        # The model of CTranslate2 is within, and knows its moves.
+        self.model, self.moves = self, list[str]()
+
+    def unload_model(self, *, to_cpu: bool) -> None:
+        assert to_cpu
+        self.moves.append("sleep")
+
+    def load_model(self) -> None:
+        self.moves.append("wake")
 
     def transcribe(self, samples: Any, **options: Any) -> tuple[Iterator[Any], Any]:
         self.asked.append({**options, "length_s": samples.size / RATE})
@@ -210,7 +219,7 @@ async def test_sound_is_not_measured_for_a_caller_that_has_left() -> None:
     await asyncio.sleep(whole_s / 10)
     measuring.cancel()
     began = time.perf_counter()
-    await transcriber.alone(lambda: None)
+    await transcriber.move(to_cpu=True)
     assert time.perf_counter() - began < whole_s / 2, "the thread is free"
 
 
@@ -236,20 +245,19 @@ async def test_later_windows_know_the_language_and_the_words_before() -> None:
     assert first["beam_size"] == 3
 
 
-async def test_an_order_is_carried_out_when_the_thread_of_a_cancelled_call_is_done() -> None:
+async def test_model_is_moved_when_the_thread_of_a_cancelled_call_is_done() -> None:
     model = ScriptedModel(every_s=10)
     transcriber = Transcriber(model, beam_size=1, at_once=1)
     model.may_go_on.clear()
     leaving = asyncio.ensure_future(all_of(transcriber.segments(memoryview(silence(30)), Wanted())))
     await until(lambda: bool(model.asked), "it computes")
     leaving.cancel()
-    told: list[str] = []
-    ordered = asyncio.ensure_future(transcriber.alone(lambda: told.append("now")))
+    ordered = asyncio.ensure_future(transcriber.move(to_cpu=True))
     await asyncio.sleep(0.05)
-    assert not told
+    assert not model.moves
     model.may_go_on.set()
     await ordered
-    assert told == ["now"]
+    assert model.moves == ["sleep"]
 
 
 async def test_real_model_hears_its_words_in_every_half_minute() -> None:

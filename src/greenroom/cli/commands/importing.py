@@ -88,7 +88,7 @@ def _checked(text: str, imported: Imported) -> list[str]:
     """Check the configuration. Returns the environment variables that it needs and that are not set."""
     from greenroom.config import loader
     from greenroom.config.reader import FileRefused
-    from greenroom.importing.llama_swap_macros import variables_of
+    from greenroom.importing.llama_swap_keys import variables_of
 
     unset = [name for name in variables_of(text) if name not in os.environ]
     with tempfile.TemporaryDirectory() as folder:

@@ -243,7 +243,7 @@ class LibraryRoutes(Routes):
         unloaded = [entry.id for entry in users if self._slots(entry)]
         for model in unloaded:
             await self._loads.unload(model, None, force=force, **owner_of(request))
-        freed = await self._library.remove(record, lambda: self._deleting(record, force=force))
+        freed = await self._library.remove(record, self._deleting(record, force=force))
         _log.info("model deleted", model=record.id, bytes_freed=freed, unloaded=len(unloaded))
         return Removed(id=record.id, bytes_freed=freed, unloaded=[public_name(model) for model in unloaded])
 

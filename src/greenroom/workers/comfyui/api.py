@@ -18,7 +18,7 @@ from ..serving.errors import ApiError, encoded, failed, new_id, unavailable
 from ..serving.fields import parse_body
 from ..serving.http import AnswerWriter
 from ..serving.request_reader import Request
-from .client import Comfy, ComfyGone, Event
+from .client import Comfy, ComfyGone
 from .workflow import Workflow, WorkflowPlan
 
 GENERATIONS = "/v1/images/generations"
@@ -99,11 +99,12 @@ class WorkflowApi:
         found = await route(request)
         answer.whole(200, encoded(found), _counted(found))
 
-    def hear(self, event: Event) -> None:
-        data = event.get("data")
-        for generation in self._generations.values() if isinstance(data, dict) else ():
-            assert isinstance(data, dict)
-            generation.hear(event.get("type"), data, self._samplers)
+    async def listen(self) -> None:
+        """Hear ComfyUI's events, for ever."""
+        async for event in self._comfy.events():
+            if isinstance(data := event.get("data"), dict):
+                for generation in self._generations.values():
+                    generation.hear(event.get("type"), data, self._samplers)
 
     def end(self, why: str) -> None:
         """ComfyUI has ended: those that wait for it are told."""

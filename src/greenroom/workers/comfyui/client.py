@@ -134,14 +134,14 @@ class Comfy:
             held += 0 if device.get("type") == "cpu" else size
         return held
 
-    async def listen(self, hear: Callable[[Event], None]) -> None:
-        """Hand over its events for ever. They are hints only: a connection that breaks is made again."""
+    async def events(self) -> AsyncIterator[Event]:
+        """Its events, for ever. They are hints only: a connection that breaks is made again."""
         while True:
             with contextlib.suppress(OSError, ValueError):
                 async for text in texts(self._port, f"/ws?clientId={self._client_id}"):
                     with contextlib.suppress(ValueError, RecursionError):
                         if isinstance(event := json.loads(text), dict):
-                            hear(event)
+                            yield event
             await asyncio.sleep(LISTEN_AGAIN_S)
 
     async def _call(

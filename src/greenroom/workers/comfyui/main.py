@@ -74,7 +74,7 @@ async def _serve(socket_path: Path, plan: WorkflowPlan, command: Sequence[str], 
     )
     stopping = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
-    tasks = [asyncio.ensure_future(_become_ready(comfy, api, port)), asyncio.ensure_future(comfy.listen(api.hear))]
+    tasks = [asyncio.ensure_future(_become_ready(comfy, api, port)), asyncio.ensure_future(api.listen())]
     ended = asyncio.ensure_future(child.wait())
     stopped = asyncio.ensure_future(stopping.wait())
     await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)

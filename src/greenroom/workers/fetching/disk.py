@@ -6,8 +6,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +14,6 @@ from .failures import FetchError, of_disk
 
 # Left free for others beside what a download still needs.
 RESERVE_BYTES: Final = 64 * 1024 * 1024
-LOCK_POLL_S: Final = 0.2
 
 
 class Disk:
@@ -118,34 +116,18 @@ def explained(doing: str) -> Iterator[None]:
         raise of_disk(error, doing) from error
 
 
-@contextlib.contextmanager
-def locked(path: Path, wait: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock of this file, as huggingface_hub's own processes do. `wait` is called while another holds it.
-    Raises OSError, or what `wait` raises."""
+def try_lock(path: Path) -> int | None:
+    """The lock of this file, as huggingface_hub's own processes take it, until it is closed; None while another holds
+    it. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
-        try:
-            if _is_taken(fd) and _is_at(fd, path):
-                yield
-                return
-        finally:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
+    is_held = False
+    try:
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Of a file that the process which held it before has removed, a lock excludes no other process.
+            is_held = os.path.samestat(os.fstat(fd), os.stat(path))
+    finally:
+        if not is_held:
             os.close(fd)
-        wait()
-        time.sleep(LOCK_POLL_S)
-
-
-def _is_taken(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    """False if the file was removed by the process that held it before: its lock excludes no other process."""
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
+    return fd if is_held else None

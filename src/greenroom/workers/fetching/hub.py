@@ -11,7 +11,7 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from http.client import HTTPMessage
@@ -172,16 +172,13 @@ def _repository(said: Mapping[str, Any], repo: str, package: Any) -> Repository:
     if isinstance(id, str):
         name, new_name = (id, None) if id.lower() == repo.lower() else (repo, id)
 
-    def url(path: str) -> str:
-        return str(package.hf_hub_url(name, path, revision=commit, endpoint=endpoint()))
-
-    files = [_file(sibling, url) for sibling in siblings]
+    files = [_file(sibling, name, commit, package) for sibling in siblings]
     if sum(len(file.path) for file in files) > PATHS_CHARS_MAX or sum(file.size or 0 for file in files) > BYTES_MAX:
         raise FetchError("bad_repo", f"{repo} has files of more bytes, or with longer names, than can be.")
     return Repository(name, commit, tuple(file for file in files if not is_hidden(file.path)), new_name)
 
 
-def _file(sibling: Any, url: Callable[[str], str]) -> RemoteFile:
+def _file(sibling: Any, repo: str, commit: str, package: Any) -> RemoteFile:
     said = sibling if isinstance(sibling, dict) else {}
     path, lfs = said.get("rfilename"), said.get("lfs")
     if not is_inside(path):
@@ -191,7 +188,8 @@ def _file(sibling: Any, url: Callable[[str], str]) -> RemoteFile:
     sha256, git_sha1 = (None, said.get("blobId")) if lfs is None else (told.get("sha256"), None)
     if type(size) is not int or not 0 <= size <= BYTES_MAX or not _is_hash(sha256, git_sha1):
         raise FetchError("bad_repo", f"The hub does not say how large {path} is, or what hash it has.")
-    return RemoteFile(path, url(path), size, sha256, git_sha1)
+    url = str(package.hf_hub_url(repo, path, revision=commit, endpoint=endpoint()))
+    return RemoteFile(path, url, size, sha256, git_sha1)
 
 
 def _is_hash(sha256: object, git_sha1: object) -> bool:

@@ -10,6 +10,7 @@ HF_ENDPOINT come from its environment.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from . import hub
-from .disk import Disk, explained
+from .disk import Disk, explained, try_lock
 from .failures import FetchError
 from .places import CachePlace, FetchTarget, FolderPlace
 from .transfer import BACKOFF_S, FetchPatience, RateLimit, RemoteFile, Transfer
@@ -34,6 +35,7 @@ from .web import HubOrigin, Web
 FILES_AT_ONCE: Final = 4
 REPORT_EVERY_S: Final = 0.25
 STALL_S: Final = 60.0
+LOCK_POLL_S: Final = 0.2
 # Of the order; a pipe carries more.
 LINE_BYTES_MAX: Final = 1024 * 1024
 
@@ -46,38 +48,36 @@ class FetchOrder:
     revision: str | None = None
     url: str | None = None
     quantization: str | None = None
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
     exact_name: bool = False
     cache: str | None = None
     folder: str | None = None
     root: str | None = None
     rate_bytes_s: float | None = None
     stall_s: float = STALL_S
-    backoff_s: float | None = None
+    backoff_s: float = BACKOFF_S
 
 
 class FetchStopped(Exception):
     """Another file of the download has failed."""
 
 
-class Fetching:
+class Fetching(Transfer):
     """One download into a place. Files are fetched in several threads."""
 
     def __init__(self, web: Web, disk: Disk, rate: RateLimit, report: Reporter, patience: FetchPatience) -> None:
-        self._disk = disk
+        super().__init__(web, disk, rate, patience)
         self._report = report
-        self._transfer = Transfer(web, disk, rate, self._came, patience)
         self._stopped = threading.Event()
 
     def run(self, place: FetchTarget, files: Sequence[RemoteFile]) -> Path:
         """Returns the folder of the model, or its only file. Raises FetchError; then no file has its name."""
         with explained("Writing to the disk"):
             on_disk = place.prepare(files)
-            with place.alone(lambda: self._report.tell_waiting(True)):
-                self._report.tell_waiting(False)
+            with self._locked(place, None):
                 missing = [file for file in files if not self._is_here(place, file)]
-                self._expect_room(on_disk, place, missing)
+                self._expect_room_for(on_disk, place, missing)
                 self._fetch_all(place, missing)
                 return place.finish(files)
 
@@ -87,7 +87,7 @@ class Fetching:
             self._report.tell_bytes(file, file.size or 0)
         return here
 
-    def _expect_room(self, on_disk: Path, place: FetchTarget, missing: Sequence[RemoteFile]) -> None:
+    def _expect_room_for(self, on_disk: Path, place: FetchTarget, missing: Sequence[RemoteFile]) -> None:
         """For all that is missing, before the first byte is asked for."""
         parts = (place.part(file) for file in missing)
         have = sum(part.stat().st_size for part in parts if part.exists())
@@ -106,17 +106,26 @@ class Fetching:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(self, place: FetchTarget, file: RemoteFile) -> None:
-        def wait_for_other() -> None:
-            part = place.part(file)
-            self._came(file, part.stat().st_size if part.exists() else 0)
-            self._report.tell_waiting(True)
-
-        with explained(f"Writing {file.path}"), place.lock(file, wait_for_other):
-            self._report.tell_waiting(False)
+        with explained(f"Writing {file.path}"), self._locked(place, file):
             if not place.has(file):
-                self._transfer.fetch(file, place.part(file))
+                self.fetch(file, place.part(file))
                 place.keep(file)
             self._report.tell_bytes(file, file.size)
+
+    @contextlib.contextmanager
+    def _locked(self, place: FetchTarget, file: RemoteFile | None) -> Iterator[None]:
+        """Hold the lock of a file, or of the whole download. While another process holds it, tell what that has."""
+        with contextlib.ExitStack() as held:
+            if (path := place.lock_of(file)) is not None:
+                while (lock := try_lock(path)) is None:
+                    if file is not None:
+                        part = place.part(file)
+                        self._came(file, part.stat().st_size if part.exists() else 0)
+                    self._report.tell_waiting(True)
+                    time.sleep(LOCK_POLL_S)
+                held.callback(os.close, lock)
+            self._report.tell_waiting(False)
+            yield
 
     def _came(self, file: RemoteFile, have: int) -> None:
         if self._stopped.is_set():
@@ -133,9 +142,7 @@ def _failure(done: set[Future[None]]) -> BaseException | None:
 
 def carry_out(order: FetchOrder, rate: RateLimit, report: Reporter) -> None:
     """Raises FetchError."""
-    patience = FetchPatience(
-        backoff_s=BACKOFF_S if order.backoff_s is None else order.backoff_s, tell=report.tell_trouble
-    )
+    patience = FetchPatience(backoff_s=order.backoff_s, tell=report.tell_trouble)
     disk = Disk()
     if order.url is not None:
         place, files, token = _of_url(order.url, order, disk, report)
@@ -237,8 +244,7 @@ class Reporter:
 def main(argv: Sequence[str]) -> None:
     # The terminal's interrupt is for the process that started this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    said = json.loads(sys.stdin.buffer.readline(LINE_BYTES_MAX))
-    order = FetchOrder(**said | {"include": tuple(said["include"]), "exclude": tuple(said["exclude"])})
+    order = FetchOrder(**json.loads(sys.stdin.buffer.readline(LINE_BYTES_MAX)))
     report, rate = Reporter(), RateLimit(order.rate_bytes_s)
     trust_bundle()
     threading.Thread(target=_heed, args=(rate,), daemon=True).start()

@@ -6,17 +6,16 @@ engines know are given when all files of a download are there, so that half a mo
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Final, Protocol
 
-from .disk import Disk, locked, remove
+from .disk import Disk, remove
 from .failures import FetchError
 from .hub import is_inside
 from .transfer import PIECE_BYTES, RemoteFile, discard_note
@@ -46,11 +45,8 @@ class FetchTarget(Protocol):
     def prepare(self, files: Sequence[RemoteFile]) -> Path:
         """Make folders. Returns one that lies on the disk in question."""
 
-    def alone(self, wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """For a whole download."""
-
-    def lock(self, file: RemoteFile, wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        """For one file of it."""
+    def lock_of(self, file: RemoteFile | None) -> Path | None:
+        """The lock for a whole download, or for one file of it; None where there is none."""
 
     def part(self, file: RemoteFile) -> Path: ...
 
@@ -90,11 +86,8 @@ class CachePlace:
             raise FetchError("disk_error", why + _named_by(self._cache)) from error
         return self._blobs
 
-    def alone(self, wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def lock(self, file: RemoteFile, wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        return locked(self._locks / f"{file.digest}.lock", wait)
+    def lock_of(self, file: RemoteFile | None) -> Path | None:
+        return None if file is None else self._locks / f"{file.digest}.lock"
 
     def _blob(self, file: RemoteFile) -> Path:
         assert file.digest is not None, "every file of a repository has a hash"
@@ -163,13 +156,8 @@ class FolderPlace:
             self._disk.make_folder(folder)
         return self._folder
 
-    @contextlib.contextmanager
-    def alone(self, wait: Callable[[], None]) -> Iterator[None]:
-        with locked(self._folder / _LOCK, wait):
-            yield
-
-    def lock(self, file: RemoteFile, wait: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def lock_of(self, file: RemoteFile | None) -> Path | None:
+        return self._folder / _LOCK if file is None else None
 
     def _hidden(self, file: RemoteFile, ending: str) -> Path:
         path = self._folder / file.path

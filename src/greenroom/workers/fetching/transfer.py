@@ -14,6 +14,7 @@ import random
 import re
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,21 +115,16 @@ class FetchPatience:
         self.sleep(wait_s)
 
 
-class Transfer:
-    def __init__(
-        self,
-        web: Web,
-        disk: Disk,
-        rate: RateLimit,
-        came: Callable[[RemoteFile, int], None],
-        patience: FetchPatience | None = None,
-    ) -> None:
-        """`came` is told how much of a file is here; what it raises ends the transfer."""
+class Transfer(ABC):
+    def __init__(self, web: Web, disk: Disk, rate: RateLimit, patience: FetchPatience) -> None:
         self._web = web
         self._disk = disk
         self._rate = rate
-        self._came = came
-        self._patience = patience or FetchPatience()
+        self._patience = patience
+
+    @abstractmethod
+    def _came(self, file: RemoteFile, have: int) -> None:
+        """So much of a file is here. What this raises ends the transfer."""
 
     def fetch(self, file: RemoteFile, part: Path) -> None:
         """Returns when the part is whole, checked and synced. Raises FetchError; then the part can be resumed."""

@@ -41,7 +41,7 @@ class AnswerWriter:
         self.has_begun = False
         self.is_over = False
         self.is_choked = False
-        self.on_relief: Callable[[], None] = _nothing
+        self.on_relief: Callable[[], None] = lambda: None
         """Called when the client has caught up."""
 
     def whole(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
@@ -96,18 +96,18 @@ class HttpServer:
         request_timeout_s: float = REQUEST_TIMEOUT_S,
         body_bytes_max: int = BODY_BYTES_MAX,
     ) -> None:
-        self._handler = handler
-        self._connections_max = connections_max
-        self._request_timeout_s = request_timeout_s
-        self._body_bytes_max = body_bytes_max
-        self._connections: set[_Connection] = set()
+        self.handler = handler
+        self.connections_max = connections_max
+        self.request_timeout_s = request_timeout_s
+        self.body_bytes_max = body_bytes_max
+        self.connections: set[_Connection] = set()
         self._listening: asyncio.Server | None = None
         self._path: Path | None = None
 
     async def open(self, socket_path: Path) -> None:
         """Listen here; only this user may connect. A stale socket is replaced."""
         loop = asyncio.get_running_loop()
-        self._listening = await loop.create_unix_server(self._connected, str(socket_path), backlog=BACKLOG)
+        self._listening = await loop.create_unix_server(lambda: _Connection(self), str(socket_path), backlog=BACKLOG)
         self._path = socket_path
         os.chmod(socket_path, 0o600)
 
@@ -117,30 +117,16 @@ class HttpServer:
             self._listening.close()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-        tasks = [task for connection in list(self._connections) if (task := connection.cut()) is not None]
+        tasks = [task for connection in list(self.connections) if (task := connection.cut()) is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
 
-    def _connected(self) -> _Connection:
-        reader = RequestReader(self._body_bytes_max)
-        return _Connection(self._handler, self._connections, self._connections_max, self._request_timeout_s, reader)
-
 
 class _Connection(asyncio.Protocol):
-    def __init__(
-        self,
-        handler: Handler,
-        everyone: set[_Connection],
-        connections_max: int,
-        request_timeout_s: float,
-        reader: RequestReader,
-    ) -> None:
-        self._handler = handler
-        self._connections_max = connections_max
-        self._request_timeout_s = request_timeout_s
-        self._everyone = everyone
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
         self._loop = asyncio.get_running_loop()
-        self._reader = reader
+        self._reader = RequestReader(server.body_bytes_max)
         self._answer: AnswerWriter | None = None
         self._task: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
@@ -150,10 +136,10 @@ class _Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
-        if len(self._everyone) >= self._connections_max:
+        if len(self._server.connections) >= self._server.connections_max:
             self._refuse_all(ApiError("Too many connections.", status=503, code="overloaded"))
             return
-        self._everyone.add(self)
+        self._server.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         self._reader.feed(data)
@@ -168,7 +154,7 @@ class _Connection(asyncio.Protocol):
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._everyone.discard(self)
+        self._server.connections.discard(self)
         self._stop_deadline()
         if self._task is not None:
             self._task.cancel("the client left")
@@ -200,7 +186,7 @@ class _Connection(asyncio.Protocol):
         if request is not None:
             self._begin(request)
         elif self._reader.is_in_request and self._deadline is None:
-            self._deadline = self._loop.call_later(self._request_timeout_s, self._refuse_all, _TOO_SLOW)
+            self._deadline = self._loop.call_later(self._server.request_timeout_s, self._refuse_all, _TOO_SLOW)
         if request is None and self._reader.take_continue():
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -214,7 +200,7 @@ class _Connection(asyncio.Protocol):
 
     async def _serve(self, request: Request, answer: AnswerWriter) -> None:
         try:
-            await self._handler(request, answer)
+            await self._server.handler(request, answer)
         except ApiError as error:
             answer.refuse(error)
         except Exception:
@@ -243,7 +229,3 @@ class _Connection(asyncio.Protocol):
 
 
 _TOO_SLOW = ApiError("The request did not arrive in time.", status=408, code="request_timeout")
-
-
-def _nothing() -> None:
-    pass

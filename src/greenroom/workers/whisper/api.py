@@ -7,7 +7,7 @@ it. A client that leaves cancels its handler, and with it the work after the seg
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
@@ -24,6 +24,8 @@ PROMPT_CHARS_MAX: Final = 16_384
 GRANULARITIES: Final = ("word", "segment")
 # The gateway counts by it, whatever the format of the answer is.
 LENGTH_HEADER: Final = "x-audio-seconds"
+# True for what takes the model off the GPU.
+_MOVES: Final = {"/control/sleep": True, "/control/wake": False}
 _TASKS: Final = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translations": "translate"}
 
 
@@ -39,11 +41,8 @@ class SoundRequest:
 
 
 class AudioApi:
-    """`sleep` and `wake` move the model off the GPU and back. They are called while no thread computes."""
-
-    def __init__(self, transcriber: Transcriber, sleep: Callable[[], None], wake: Callable[[], None]) -> None:
+    def __init__(self, transcriber: Transcriber) -> None:
         self._transcriber = transcriber
-        self._orders = {"/control/sleep": (sleep, True), "/control/wake": (wake, False)}
         self._is_asleep = False
         # How much of its sound each request has heard, by the gateway's id of it.
         self._progress: dict[str, float] = {}
@@ -55,11 +54,10 @@ class AudioApi:
         elif request.method == "GET" and request.path == "/progress":
             asked = parse_qs(request.query).get("request", [""])[0]
             answer.whole(200, encoded({"progress": self._progress.get(asked)}))
-        elif request.method == "POST" and request.path in self._orders:
-            order, asleep = self._orders[request.path]
-            await self._transcriber.alone(order)
-            self._is_asleep = asleep
-            answer.whole(200, encoded({"asleep": asleep}))
+        elif request.method == "POST" and request.path in _MOVES:
+            await self._transcriber.move(to_cpu=_MOVES[request.path])
+            self._is_asleep = _MOVES[request.path]
+            answer.whole(200, encoded({"asleep": self._is_asleep}))
         elif request.path not in _TASKS:
             raise ApiError(f"There is no {request.path} here.", status=404, code="not_found")
         elif request.method != "POST":
@@ -120,7 +118,7 @@ class AudioApi:
                 return
             segments = [segment async for segment in found]
         body = answer_body(asked.format, asked.wanted.task, asked.granularities, segments, length_s)
-        answer.whole(200, body, {"content-type": content_type(asked.format), **headers})
+        answer.whole(200, body, {"content-type": _TYPES.get(asked.format, "application/json"), **headers})
 
     async def _segments(self, asked: SoundRequest, length_s: float, request_id: str) -> AsyncGenerator[Segment, None]:
         self._progress[request_id] = 0.0
@@ -139,8 +137,8 @@ async def _send_events(found: AsyncIterator[Segment], length_s: float, answer: A
         piece = segment.text if said else segment.text.lstrip()
         said += piece
         if piece:
-            answer.event(delta_event(piece))
-    answer.event(done_event(said, length_s))
+            answer.event(encoded({"type": "transcript.text.delta", "delta": piece}))
+    answer.event(encoded({"type": "transcript.text.done", "text": said, **usage(length_s)}))
     answer.end_events()
 
 
@@ -222,10 +220,6 @@ _LANGUAGES: Final = (
 LANGUAGES: Final = dict(word.split(":") for word in _LANGUAGES.split())
 
 
-def content_type(format: str) -> str:
-    return _TYPES.get(format, "application/json")
-
-
 def answer_body(
     format: str, task: str, granularities: Sequence[str], segments: Sequence[Segment], length_s: float
 ) -> bytes:
@@ -242,14 +236,6 @@ def answer_body(
 
 def usage(length_s: float) -> dict[str, Any]:
     return {"usage": {"type": "duration", "seconds": round(length_s, 3)}}
-
-
-def delta_event(piece: str) -> bytes:
-    return encoded({"type": "transcript.text.delta", "delta": piece})
-
-
-def done_event(text: str, length_s: float) -> bytes:
-    return encoded({"type": "transcript.text.done", "text": text, **usage(length_s)})
 
 
 def text_of(segments: Sequence[Segment]) -> str:

@@ -70,10 +70,7 @@ async def _serve(model: Any, asked: argparse.Namespace) -> None:
     from .api import AudioApi
     from .transcribing import Transcriber
 
-    transcriber = Transcriber(model, beam_size=asked.beam_size, at_once=asked.concurrency)
-    api = AudioApi(
-        transcriber, sleep=lambda: model.model.unload_model(to_cpu=True), wake=lambda: model.model.load_model()
-    )
+    api = AudioApi(Transcriber(model, beam_size=asked.beam_size, at_once=asked.concurrency))
     server = HttpServer(api.handle, body_bytes_max=BODY_BYTES_MAX)
     await server.open(Path(asked.socket))
     say(f"serving {asked.model} on {model.model.device}, {model.model.compute_type}")

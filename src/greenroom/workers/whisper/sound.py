@@ -8,7 +8,8 @@ other files and addresses.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final
 
@@ -28,12 +29,12 @@ Samples = Any
 """A numpy array of 16 bit integers."""
 
 
-def length_s(sound: memoryview, has_left: Callable[[], bool] = lambda: False) -> float:
-    """How long it is. Decodes all of it and keeps nothing. Raises ApiError for what is no sound, or too long. Once
-    `has_left` says so it ends early, and its answer means nothing."""
+def length_s(sound: memoryview, left: threading.Event | None = None) -> float:
+    """How long it is. Decodes all of it and keeps nothing. Raises ApiError for what is no sound, or too long. Once the
+    caller has `left` it ends early, and its answer means nothing."""
     length_s = 0.0
     for frame in _frames(sound):
-        if has_left():
+        if left is not None and left.is_set():
             break
         length_s += frame.samples / frame.sample_rate
         if length_s > LENGTH_MAX_S:

@@ -77,7 +77,7 @@ class Transcriber:
         """As in `sound.py`. A caller that leaves ends it."""
         left = threading.Event()
         try:
-            return await self._in_thread(lambda: length_s(sound, left.is_set))
+            return await self._in_thread(lambda: length_s(sound, left))
         finally:
             left.set()
 
@@ -87,10 +87,12 @@ class Transcriber:
         while (segment := await self._in_thread(lambda: next(found, None))) is not None:
             yield segment
 
-    async def alone(self, order: Callable[[], None]) -> None:
-        """Carry an order out when no thread computes any more, not even for a caller that has left."""
+    async def move(self, *, to_cpu: bool) -> None:
+        """Take the model off the GPU or put it back, when no thread computes any more, not even for a caller that has
+        left."""
         await asyncio.to_thread(wait, list(self._running))
-        await self._in_thread(order)
+        inner = self._model.model
+        await self._in_thread(lambda: inner.unload_model(to_cpu=True) if to_cpu else inner.load_model())
 
     async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
         """Being cancelled does not end work that has begun."""

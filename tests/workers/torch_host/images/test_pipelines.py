@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from greenroom.workers.torch_host.control.slot_options import Opening, SlotOptio
 from greenroom.workers.torch_host.failures import BadModel, Failure, OutOfMemory, WorkCancelled
 from greenroom.workers.torch_host.images import image_engine
 from greenroom.workers.torch_host.images.image_engine import ImageEngine, ImageJob
+from greenroom.workers.torch_host.images.image_fields import ImageRequest
 from greenroom.workers.torch_host.images.preparing import PreparedPipeline, prepare
 from greenroom.workers.torch_host.weights.device_memory import BorrowedArena
 from greenroom.workers.torch_host.weights.upload import CopyRate
@@ -52,37 +54,16 @@ def prepared(
     return prepare(options, descriptor, around, Opening(cancelled or threading.Event()))
 
 
-def asked(made: PreparedPipeline, kind: str, said: dict[str, Any], seeds: tuple[int, ...] = (7,)) -> Painted:
+def asked(made: PreparedPipeline, kind: str, said: dict[str, Any], seeds: tuple[int, ...] = (7,)) -> ImageJob:
     """Submit a job."""
-    job = Painted()
-    job.job = ImageJob(kind, said, list(seeds), job.keep, job.finish)
-    made.engine.submit(job.job)
+    job = ImageJob(ImageRequest(kind, said, list(seeds)))
+    made.engine.submit(job)
     return job
 
 
-class Painted:
-    """The pictures of one job as arrays, or its error."""
-
-    job: ImageJob
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self._pictures: list[Any] = []
-        self._error: Exception | None = None
-
-    def keep(self, picture: Any) -> bytes:
-        self._pictures.append(numpy.asarray(picture))
-        return b""
-
-    def finish(self, result: Any) -> None:
-        self._error = result if isinstance(result, Exception) else None
-        self._done.set()
-
-    def wait(self) -> list[Any]:
-        assert self._done.wait(WAIT_S)
-        if self._error is not None:
-            raise self._error
-        return self._pictures
+def pictures(job: ImageJob) -> list[Any]:
+    """The pictures of one job as arrays. Raises its error."""
+    return [numpy.asarray(Image.open(io.BytesIO(file))) for file in job.done.result(WAIT_S)]
 
 
 @contextlib.contextmanager
@@ -114,7 +95,7 @@ def plain(folder: Path, said: dict[str, Any], auto: Any = diffusers.DiffusionPip
 def test_a_picture_is_that_of_plain_diffusers(folders: Path, kind: str, descriptor: int) -> None:
     with awake(folders / kind, descriptor) as made:
         assert made.read_bytes > 0
-        (picture,) = asked(made, "text", ARGUMENTS).wait()
+        (picture,) = pictures(asked(made, "text", ARGUMENTS))
     assert picture.shape == (48, 64, 3)
     assert is_same(picture, plain(folders / kind, ARGUMENTS))
 
@@ -126,11 +107,11 @@ def test_an_edit_is_that_of_plain_diffusers(folders: Path, kind: str, descriptor
     mask.paste(255, (0, 0, 32, 48))
     said: dict[str, Any] = {**ARGUMENTS, "image": sent, "strength": 0.7}
     with awake(folders / kind, descriptor) as made:
-        (painted,) = asked(made, "inpaint", {**said, "mask_image": mask}).wait()
+        (painted,) = pictures(asked(made, "inpaint", {**said, "mask_image": mask}))
         if kind == "sdxl":
             # This one takes the size of the picture.
             del said["width"], said["height"]
-        (changed,) = asked(made, "image", said).wait()
+        (changed,) = pictures(asked(made, "image", said))
     wanted = {**ARGUMENTS, "image": sent, "strength": 0.7, "mask_image": mask}
     assert is_same(painted, plain(folders / kind, wanted, diffusers.AutoPipelineForInpainting))
     assert is_same(changed, plain(folders / kind, said, diffusers.AutoPipelineForImage2Image))
@@ -138,24 +119,24 @@ def test_an_edit_is_that_of_plain_diffusers(folders: Path, kind: str, descriptor
 
 def test_the_nth_picture_is_that_of_the_nth_seed(folders: Path, descriptor: int) -> None:
     with awake(folders / "flux", descriptor) as made:
-        both = asked(made, "text", ARGUMENTS, (7, 8)).wait()
-        (second,) = asked(made, "text", ARGUMENTS, (8,)).wait()
+        both = pictures(asked(made, "text", ARGUMENTS, (7, 8)))
+        (second,) = pictures(asked(made, "text", ARGUMENTS, (8,)))
         assert is_same(both[1], second) and not is_same(both[0], second)
 
 
 def test_a_filled_arena_is_adopted_without_reading(folders: Path, descriptor: int) -> None:
     with awake(folders / "sdxl", descriptor) as made:
-        first = asked(made, "text", ARGUMENTS).wait()
+        first = pictures(asked(made, "text", ARGUMENTS))
     with awake(folders / "sdxl", descriptor, filled=True) as made:
         assert made.read_bytes == 0
-        assert is_same(asked(made, "text", ARGUMENTS).wait()[0], first[0])
+        assert is_same(pictures(asked(made, "text", ARGUMENTS))[0], first[0])
 
 
 def test_a_component_that_a_pipeline_converts_is_back_in_the_arena_afterwards(tmp_path: Path, descriptor: int) -> None:
     """SDXL decodes in float32 and leaves its decoder in memory of its own."""
     folder = make_pipeline(tmp_path / "half", "sdxl", dtype=torch.float16, variant="fp16")
     with awake(folder, descriptor) as made:
-        first = asked(made, "text", SMALL).wait()
+        first = pictures(asked(made, "text", SMALL))
         flat = made.weights.parts[0].arena.tensor
         outside = [
             name
@@ -164,7 +145,7 @@ def test_a_component_that_a_pipeline_converts_is_back_in_the_arena_afterwards(tm
         ]
         assert not outside
         assert made.weights.module.vae.dtype == torch.float16
-        assert is_same(asked(made, "text", SMALL).wait()[0], first[0])
+        assert is_same(pictures(asked(made, "text", SMALL))[0], first[0])
     assert is_same(first[0], plain(folder, SMALL, dtype=torch.float16, variant="fp16"))
 
 
@@ -173,7 +154,7 @@ def test_weights_without_a_plan_are_diffusers(
 ) -> None:
     folder = make_pipeline(tmp_path / "half", "flux", dtype=torch.float16)
     with caplog.at_level("INFO"), awake(folder, descriptor) as made:
-        (picture,) = asked(made, "text", SMALL).wait()
+        (picture,) = pictures(asked(made, "text", SMALL))
     # T5 keeps some of its weights in float32.
     assert "weights are loaded by diffusers" in caplog.text
     assert is_same(picture, plain(folder, SMALL, dtype=torch.float16))
@@ -182,12 +163,12 @@ def test_weights_without_a_plan_are_diffusers(
 def test_progress_is_told_and_a_cancelled_job_ends_within_a_step(folders: Path, descriptor: int) -> None:
     with awake(folders / "sdxl", descriptor) as made:
         job = asked(made, "text", {**ARGUMENTS, "num_inference_steps": 1_000}, (1, 2))
-        until_now(lambda: 0 < job.job.progress < 0.5, "progress", WAIT_S)
+        until_now(lambda: 0 < job.progress < 0.5, "progress", WAIT_S)
         assert made.engine.in_flight == 1
-        made.engine.cancel(job.job)
+        made.engine.cancel(job)
         with pytest.raises(WorkCancelled):
-            job.wait()
-        assert len(asked(made, "text", ARGUMENTS).wait()) == 1
+            pictures(job)
+        assert len(pictures(asked(made, "text", ARGUMENTS))) == 1
         until_now(lambda: made.engine.in_flight == 0, "the end", WAIT_S)
 
 
@@ -195,19 +176,19 @@ def test_sleep_ends_what_is_made_and_what_waits(folders: Path, descriptor: int) 
     with awake(folders / "sdxl", descriptor) as made:
         running = asked(made, "text", {**ARGUMENTS, "num_inference_steps": 1_000})
         waiting = asked(made, "text", ARGUMENTS)
-        until_now(lambda: running.job.progress > 0, "progress", WAIT_S)
+        until_now(lambda: running.progress > 0, "progress", WAIT_S)
         made.engine.on_sleep()
         for one in (running, waiting):
             with pytest.raises(Failure):
-                one.wait()
+                pictures(one)
         assert made.engine.in_flight == 0
 
 
 def test_what_a_pipeline_refuses_is_an_error_and_the_next_picture_is_made(folders: Path, descriptor: int) -> None:
     with awake(folders / "sdxl", descriptor) as made:
         with pytest.raises(Failure):
-            asked(made, "text", {**ARGUMENTS, "width": 63}).wait()
-        assert len(asked(made, "text", ARGUMENTS).wait()) == 1
+            pictures(asked(made, "text", {**ARGUMENTS, "width": 63}))
+        assert len(pictures(asked(made, "text", ARGUMENTS))) == 1
 
 
 def change_index(folder: Path, **changes: Any) -> None:
@@ -310,10 +291,10 @@ def test_what_a_picture_held_is_free_before_emptying(
     greedy = ImageEngine({"text": Greedy()}, made.weights, on_fatal=lambda error, say: None, name="greedy")
     try:
         greedy.on_wake()
-        job = Painted()
-        greedy.submit(ImageJob("text", {}, [7], job.keep, job.finish))
+        job = ImageJob(ImageRequest("text", {}, [7]))
+        greedy.submit(job)
         with pytest.raises(OutOfMemory):
-            job.wait()
+            pictures(job)
         assert is_freed == [True]
     finally:
         greedy.close()

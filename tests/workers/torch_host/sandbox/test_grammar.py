@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from greenroom.workers.serving.errors import ApiError
-from greenroom.workers.torch_host.api.routes import serve_text
+from greenroom.workers.torch_host.api.routes import ModelServer
 from greenroom.workers.torch_host.sandbox.grammar import SCHEMA_BYTES_MAX, Grammars, JsonConstraint
 from greenroom.workers.torch_host.sandbox.pool import JobKind, SandboxPool
 from greenroom.workers.torch_host.sandbox.schema_trials import SCHEMAS, SchemaTrials
@@ -275,10 +275,9 @@ async def test_threads_that_compile_end_with_the_model(
 ) -> None:
     engine = FakeEngine(lambda ask: [])
     before = set(threading.enumerate())
-    served = await serve_text(
-        socket_folder / "s", engine, byte_text, "tiny", templates=templates, trials=SchemaTrials(SandboxPool(SCHEMAS))
-    )
-    await served._model.grammars.constraint(CITY, True, "f")
+    served = ModelServer(byte_text, engine, "tiny", templates=templates, trials=SchemaTrials(SandboxPool(SCHEMAS)))
+    await served.open(socket_folder / "s")
+    await served.model.grammars.constraint(CITY, True, "f")
     own = [one for one in threading.enumerate() if one.name.startswith("compile") and one not in before]
     assert own
     await served.close()

@@ -1,39 +1,85 @@
 """Runs the sequences of one request and sends their output, whole or as a stream.
 
-Owns the life of these sequences: whatever happens, none goes on for a caller that is gone. A `AnswerFormat` writes the
+Owns the life of these sequences: whatever happens, none goes on for a caller that is gone. An `AnswerFormat` writes the
 answer: one for chat, one for completions.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from ...serving.errors import ApiError, encoded, too_long, unavailable
+from ...serving.errors import ApiError, encoded, new_id, too_long, unavailable
 from ...serving.http import AnswerWriter
 from ..engine.requests import InferenceEngine, PromptTooLong, UnknownToken
 from ..failures import Failure
-from ..text.output_stream import OutputPiece, OutputStream
+from ..text.output_stream import OutputListener, OutputStream
+from ..text.tokens import Speller
+from ..text.tool_calls import OutputPiece, ScoredToken
+from .sampling_params import SamplingParams
 
 Usage = Mapping[str, Any]
 
 
-class AnswerFormat(Protocol):
-    """How one endpoint writes answers. Bytes are events of a stream, ready to be sent."""
+class AnswerFormat(ABC):
+    """How one endpoint writes answers. Bytes are events of a stream, ready to be sent. `kind` and `chunk_kind` are its
+    names of a whole answer and of an event."""
 
+    prefix: str
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, model: str, speller: Speller, params: SamplingParams) -> None:
+        self._speller = speller
+        self._wants_logprobs = params.sampling.logprobs is not None
+        self._top = {"id": new_id(self.prefix), "object": self.kind, "created": int(time.time()), "model": model}
+        # With include_usage, every event but the last has a null usage.
+        chunk = encoded({**self._top, "object": self.chunk_kind, **({"usage": None} if params.tells_usage else {})})
+        self._before = chunk[:-1] + b',"choices":[{"index":'
+
+    @abstractmethod
     def opening(self, index: int) -> bytes | None:
         """The event before the first token of a choice, if there is one."""
 
+    @abstractmethod
     def events(self, index: int, piece: OutputPiece) -> list[bytes]: ...
 
+    @abstractmethod
     def finish(self, index: int, reason: str) -> bytes: ...
 
     def usage(self, usage: Usage) -> bytes:
         """The event after the last choice, if the caller asked for it."""
+        return encoded({**self._top, "object": self.chunk_kind, "choices": [], "usage": usage})
 
-    def whole(self, pieces: Sequence[OutputPiece], reasons: Sequence[str], usage: Usage) -> dict[str, Any]: ...
+    def whole(self, pieces: Sequence[OutputPiece], reasons: Sequence[str], usage: Usage) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                **self._content(index, piece),
+                "logprobs": self._logprobs(piece.chosen) if self._wants_logprobs else None,
+                "finish_reason": reason,
+            }
+            for index, (piece, reason) in enumerate(zip(pieces, reasons, strict=True))
+        ]
+        return {**self._top, "choices": choices, "usage": usage}
+
+    @abstractmethod
+    def _content(self, index: int, piece: OutputPiece) -> dict[str, Any]:
+        """What a whole choice says."""
+
+    @abstractmethod
+    def _logprobs(self, chosen: Sequence[ScoredToken]) -> dict[str, Any]: ...
+
+    def _chunk(
+        self, index: int, content: Mapping[str, Any], chosen: Sequence[ScoredToken] = (), reason: str | None = None
+    ) -> bytes:
+        logprobs = self._logprobs(chosen) if chosen else None
+        rest = encoded({**content, "logprobs": logprobs, "finish_reason": reason})
+        return b"%b%d,%b]}" % (self._before, index, rest[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,44 +91,85 @@ class Generation:
     """Tokens of each prompt. The choices of one prompt follow each other."""
 
 
-async def answer_whole(
-    engine: InferenceEngine, generation: Generation, dialect: AnswerFormat, answer: AnswerWriter
+async def respond(
+    engine: InferenceEngine, generation: Generation, dialect: AnswerFormat, answer: AnswerWriter, params: SamplingParams
 ) -> None:
-    pieces = [OutputPiece() for _ in generation.outputs]
-
-    def keep(output: OutputStream, piece: OutputPiece) -> None:
-        pieces[output.index].add(piece)
-
-    for output in generation.outputs:
-        output.on_piece = keep
-    await generate(engine, generation)
+    if params.streams:
+        stream = _Stream(dialect, answer, generation)
+        await stream.run(engine)
+        # A slow client gets what was joined for it now.
+        stream.flush()
+        if params.tells_usage:
+            stream.send(dialect.usage(usage_of(generation)))
+        stream.send(b"[DONE]")
+        answer.end_events()
+        return
+    whole = _Whole(generation)
+    await whole.run(engine)
     reasons = [output.finish for output in generation.outputs]
-    body = encoded(dialect.whole(pieces, reasons, usage_of(generation)))
-    answer.whole(200, body, headers_of(generation))
+    answer.whole(200, encoded(dialect.whole(whole.pieces, reasons, usage_of(generation))), headers_of(generation))
 
 
-async def answer_stream(
-    engine: InferenceEngine, generation: Generation, dialect: AnswerFormat, answer: AnswerWriter, tells_usage: bool
-) -> None:
-    stream = _Stream(dialect, answer, generation)
-    for output in generation.outputs:
-        output.on_piece = stream.say
-    await generate(engine, generation, stream)
-    # A slow client gets what was joined for it now.
-    stream.flush()
-    if tells_usage:
-        stream.send(dialect.usage(usage_of(generation)))
-    stream.send(b"[DONE]")
-    answer.end_events()
+class _Run(OutputListener):
+    """All sequences of one request, until they are over."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._left = len(generation.outputs)
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self, engine: InferenceEngine) -> None:
+        """Submit all and wait until all are over. Raises the first error of one and ends the others."""
+        outputs = self._generation.outputs
+        try:
+            for output in outputs:
+                output.listener = self
+            engine.submit(*(output.request for output in outputs))
+            await self._over
+        except PromptTooLong as error:
+            raise too_long(str(error)) from None
+        except UnknownToken as error:
+            raise ApiError(str(error), code="unknown_token") from None
+        except Failure as error:
+            raise unavailable(str(error)) from None
+        finally:
+            for output in outputs:
+                output.request.cancelled = True
+                output.silence()
+
+    def over(self, output: OutputStream) -> None:
+        self._left -= 1
+        error: Exception | None = output.error
+        try:
+            self._close(output)
+        except Exception as mistake:
+            # Raised from `run`, which would wait for ever otherwise.
+            error = mistake
+        if not self._over.done() and error is not None:
+            self._over.set_exception(error)
+        elif not self._over.done() and self._left == 0:
+            self._over.set_result(None)
+
+    def _close(self, output: OutputStream) -> None:
+        """One of them is over."""
 
 
-class _Stream:
+class _Whole(_Run):
+    def __init__(self, generation: Generation) -> None:
+        super().__init__(generation)
+        self.pieces = [OutputPiece() for _ in generation.outputs]
+
+    def say(self, output: OutputStream, piece: OutputPiece) -> None:
+        self.pieces[output.index].add(piece)
+
+
+class _Stream(_Run):
     """The events of all choices. While the client does not keep up, the output of a choice is joined to one event."""
 
     def __init__(self, dialect: AnswerFormat, answer: AnswerWriter, generation: Generation) -> None:
+        super().__init__(generation)
         self._dialect = dialect
         self._answer = answer
-        self._generation = generation
         self._opened: set[int] = set()
         self._joined: dict[int, OutputPiece] = {}
         answer.on_relief = self.flush
@@ -93,7 +180,7 @@ class _Stream:
         else:
             self._write(output.index, piece)
 
-    def over(self, output: OutputStream) -> None:
+    def _close(self, output: OutputStream) -> None:
         if output.error is None:
             self.flush()
             self._open(output.index)
@@ -122,43 +209,6 @@ class _Stream:
             opening = self._dialect.opening(index)
             if opening is not None:
                 self.send(opening)
-
-
-async def generate(engine: InferenceEngine, generation: Generation, stream: _Stream | None = None) -> None:
-    """Submit all sequences and wait until all are over. Raises the first error of one and ends the others."""
-    over = asyncio.get_running_loop().create_future()
-    left = len(generation.outputs)
-
-    def on_over(output: OutputStream) -> None:
-        nonlocal left
-        left -= 1
-        error: Exception | None = output.error
-        try:
-            if stream is not None:
-                stream.over(output)
-        except Exception as mistake:
-            # Raised from `over`, which would never be set otherwise.
-            error = mistake
-        if not over.done() and error is not None:
-            over.set_exception(error)
-        elif not over.done() and left == 0:
-            over.set_result(None)
-
-    try:
-        for output in generation.outputs:
-            output.on_over = on_over
-        engine.submit(*(output.request for output in generation.outputs))
-        await over
-    except PromptTooLong as error:
-        raise too_long(str(error)) from None
-    except UnknownToken as error:
-        raise ApiError(str(error), code="unknown_token") from None
-    except Failure as error:
-        raise unavailable(str(error)) from None
-    finally:
-        for output in generation.outputs:
-            output.request.cancelled = True
-            output.silence()
 
 
 def usage_of(generation: Generation) -> Usage:

@@ -7,20 +7,19 @@ tokens, or a list of either.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from ...serving.errors import ApiError, new_id, too_long
 from ...serving.fields import Body, refuse
 from ..engine.requests import CallbackQueue, GenerationRequest, InferenceEngine
 from ..sandbox.grammar import Grammars, JsonConstraint
-from ..text.harmony import Harmony
+from ..text.harmony import Harmony, HarmonyReader
 from ..text.output_stream import OutputStream, StopFinder
 from ..text.templates import ChatTemplate
 from ..text.tokens import TextCodec
-from ..text.tool_calls import Reader
+from ..text.tool_calls import CallReader
 from ..weights.sentence_config import SentenceConfig
 from .answering import Generation
 from .sampling_params import SEQUENCES_MAX, SamplingParams
@@ -50,8 +49,10 @@ class Origin:
 class OutputFormat:
     """How the tokens of an answer become text, calls and reasoning."""
 
-    reader: Callable[[], Reader | None] = lambda: None
-    """Makes the parser of one choice."""
+    reader: type[CallReader | HarmonyReader] | None = None
+    """Parses one choice."""
+    names: Collection[str] = ()
+    """The tools that may be called."""
     spoken: Collection[int] = ()
     """Special tokens that appear in the text."""
     marks: Mapping[int, str] = field(default_factory=dict)
@@ -102,43 +103,29 @@ class ModelContext:
         if len(prompts) * params.choices > SEQUENCES_MAX:
             raise ApiError(f"At most {SEQUENCES_MAX} answers may be asked for at once.", param="n")
         rooms = [params.room(len(prompt), self.engine.context) for prompt in prompts]
-        read = reading or OutputFormat()
-        make = partial(self._output, params=params, origin=origin, reading=read, continues=continues)
+        reading = reading or OutputFormat()
+        stop_tokens = frozenset() if params.ignores_end else self.text.stop_tokens.union(reading.stops)
         outputs: list[OutputStream] = []
         for prompt, room in zip(prompts, rooms, strict=True):
             for choice in range(params.choices):
-                own = constraint and (constraint.again() if outputs else constraint)
-                outputs.append(make(len(outputs), prompt, room, choice, own))
+                detokeniser = self.text.detokeniser(prompt if continues else (), reading.spoken, reading.marks)
+                reader = None if reading.reader is None else reading.reader(reading.names)
+                stops = StopFinder(params.stops)
+                output = OutputStream(len(outputs), self.callbacks, detokeniser, stops, reader)
+                output.request = GenerationRequest(
+                    id=new_id("ask"),
+                    tokens=prompt,
+                    max_tokens=room,
+                    sampling=params.sampling_of(choice),
+                    stop_tokens=stop_tokens,
+                    listener=output,
+                    tenant=origin.tenant,
+                    tag=origin.tag,
+                    uses_cache=origin.uses_cache,
+                    constraint=constraint and (constraint.again() if outputs else constraint),
+                )
+                outputs.append(output)
         return Generation(outputs, [len(prompt) for prompt in prompts])
-
-    def _output(
-        self,
-        index: int,
-        prompt: list[int],
-        room: int,
-        choice: int,
-        constraint: JsonConstraint | None,
-        *,
-        params: SamplingParams,
-        origin: Origin,
-        reading: OutputFormat,
-        continues: bool,
-    ) -> OutputStream:
-        detokeniser = self.text.detokeniser(prompt if continues else (), reading.spoken, reading.marks)
-        output = OutputStream(index, self.callbacks, detokeniser, StopFinder(params.stops), reading.reader())
-        output.request = GenerationRequest(
-            id=new_id("ask"),
-            tokens=prompt,
-            max_tokens=room,
-            sampling=params.sampling_of(choice),
-            stop_tokens=frozenset() if params.ignores_end else self.text.stop_tokens.union(reading.stops),
-            listener=output,
-            tenant=origin.tenant,
-            tag=origin.tag,
-            uses_cache=origin.uses_cache,
-            constraint=constraint,
-        )
-        return output
 
 
 def inputs_of(body: Body, name: str, inputs_max: int) -> list[Any]:

@@ -1,5 +1,5 @@
-"""One model's OpenAI API on a Unix socket. Owns the routes and what they need. `serve_text` opens the socket. It stays
-open while the model sleeps; the gateway sends no requests then."""
+"""One model's OpenAI API on a Unix socket. Owns the routes and what they need. The socket stays open while the
+model sleeps; the gateway sends no requests then."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from ..text.harmony import Harmony
 from ..text.templates import RENDER_DEADLINE_S, ChatTemplate
 from ..text.tokens import TextCodec, read_config
 from ..weights.sentence_config import SentenceConfig
-from .chat import chat
-from .completions import complete
+from .completions import chat, complete
 from .embeddings import embed
 from .model_context import ModelContext, Origin
 
@@ -33,8 +32,8 @@ _POSTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 _GETS = ("/health", "/v1/models")
 
 
-class Api:
-    """Handles requests. To be created on the loop that serves it."""
+class ModelServer(HttpServer):
+    """To be made on the loop that serves it. Closing it cuts all connections and cancels their sequences."""
 
     def __init__(
         self,
@@ -47,6 +46,7 @@ class Api:
         sentence: SentenceConfig | None = None,
         template_deadline_s: float = RENDER_DEADLINE_S,
     ) -> None:
+        super().__init__(self.handle)
         template = ChatTemplate(text, templates, template_deadline_s)
         self.model = ModelContext(
             name=model,
@@ -60,6 +60,12 @@ class Api:
             dimensions=_dimensions(text.folder),
         )
         self._opened = int(time.time())
+
+    async def close(self) -> None:
+        try:
+            await super().close()
+        finally:
+            self.model.grammars.close()
 
     async def handle(self, request: Request, answer: AnswerWriter) -> None:
         try:
@@ -95,46 +101,6 @@ class Api:
             raise unsupported(f"{self.model.name} makes vectors: ask /v1/embeddings.")
         respond = chat if request.path == "/v1/chat/completions" else complete
         await respond(self.model, body, origin, answer)
-
-
-class ModelServer(HttpServer):
-    """An open API. Closing it cuts all connections and cancels their sequences."""
-
-    def __init__(self, api: Api) -> None:
-        super().__init__(api.handle)
-        self._model = api.model
-
-    async def close(self) -> None:
-        try:
-            await super().close()
-        finally:
-            self._model.grammars.close()
-
-
-async def serve_text(
-    socket_path: Path,
-    engine: InferenceEngine,
-    text: TextCodec,
-    model: str,
-    *,
-    templates: SandboxPool,
-    trials: SchemaTrials,
-    sentence: SentenceConfig | None = None,
-    template_deadline_s: float = RENDER_DEADLINE_S,
-) -> ModelServer:
-    """Serve the model's API here until it is closed. Raises OSError if the path cannot be listened on."""
-    api = Api(
-        text,
-        engine,
-        model,
-        templates=templates,
-        trials=trials,
-        sentence=sentence,
-        template_deadline_s=template_deadline_s,
-    )
-    served = ModelServer(api)
-    await served.open(socket_path)
-    return served
 
 
 async def _body(raw: bytes) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from ...serving.http import HttpServer
-from ..api.routes import serve_text
+from ..api.routes import ModelServer
 from ..engine.engine_loop import EngineLoop, EngineSizes
 from ..engine.model_check import ModelCheck, fingerprint
 from ..engine.model_shape import kv_bytes, text_config
@@ -48,15 +48,16 @@ class PreparedText:
     read_bytes: int
 
     async def serve(self, socket: Path, model: str, resources: WorkerResources) -> HttpServer:
-        return await serve_text(
-            socket,
-            self.engine,
+        served = ModelServer(
             self.text,
+            self.engine,
             model,
             templates=resources.templates,
             trials=resources.trials,
             sentence=self.sentence,
         )
+        await served.open(socket)
+        return served
 
     def close(self) -> None:
         self.engine.close()

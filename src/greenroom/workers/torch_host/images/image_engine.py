@@ -11,7 +11,8 @@ import inspect
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from ..engine.model_thread import SWITCH_TIMEOUT_S, ModelThread
 from ..failures import Failure, OnFatal, OutOfMemory, WorkCancelled, is_fatal, told
 from ..weights.device_weights import DeviceWeights
+from .image_fields import ImageRequest
 
 log = logging.getLogger(__name__)
 
@@ -30,15 +32,11 @@ class PipelineStopped(Exception):
 
 @dataclass(slots=True, eq=False)
 class ImageJob:
-    """Pictures that were asked for. `finish` is called once, from the engine's thread."""
+    """Pictures that were asked for."""
 
-    kind: str
-    """`text`, `image` or `inpaint`: which pipeline makes them."""
-    arguments: Mapping[str, Any]
-    seeds: list[int]
-    encode: Callable[[Any], bytes]
-    """Makes a file of a picture."""
-    finish: Callable[[list[bytes] | Exception], None]
+    asked: ImageRequest
+    done: Future[list[bytes]] = field(default_factory=Future)
+    """The pictures as files, from the engine's thread."""
     cancelled: bool = False
     progress: float = 0.0
     made: list[bytes] = field(default_factory=list)
@@ -72,6 +70,8 @@ class ImageEngine(ModelThread):
         """Make these pictures after all that were submitted before. Raises Failure if the model is closed."""
         with self._condition:
             self._check_open()
+            # From now on only this engine ends it.
+            job.done.set_running_or_notify_cancel()
             self._jobs.append(job)
             self._condition.notify_all()
 
@@ -127,36 +127,38 @@ class ImageEngine(ModelThread):
         with self._condition:
             jobs, self._jobs = list(self._jobs), deque()
         for job in jobs:
-            self._finish(job, Failure(why))
+            job.done.set_exception(Failure(why))
 
     def _do(self, job: ImageJob) -> None:
-        result: list[bytes] | Exception
+        failure: Failure | None = None
         try:
-            for seed in job.seeds:
-                job.made.append(job.encode(self._picture(job, seed)))
-            result = job.made
+            for seed in job.asked.seeds:
+                job.made.append(job.asked.file_of(self._picture(job, seed)))
         except PipelineStopped:
-            result = WorkCancelled("The request was cancelled, or the model had to go to sleep.")
+            failure = WorkCancelled("The request was cancelled, or the model had to go to sleep.")
         except Exception as error:
             log.exception("a picture could not be made")
             failed = told(error)
             if is_fatal(error):
-                self._on_fatal(error, lambda: self._finish(job, failed))
+                self._on_fatal(error, lambda: job.done.set_exception(failed))
                 raise
             # A new exception: the caught one keeps the tensors of the failed picture alive.
-            result = OutOfMemory(str(failed)) if isinstance(failed, OutOfMemory) else failed
+            failure = OutOfMemory(str(failed)) if isinstance(failed, OutOfMemory) else failed
         finally:
             # Some pipelines convert a component for a while, and leave it outside the arena.
             self._weights.rebind()
-        if isinstance(result, OutOfMemory):
+        if isinstance(failure, OutOfMemory):
             gc.collect()
             torch.cuda.empty_cache()
-        self._finish(job, result)
+        if failure is None:
+            job.done.set_result(job.made)
+        else:
+            job.done.set_exception(failure)
 
     def _picture(self, job: ImageJob, seed: int) -> Any:
         self._check(job)
-        pipeline, done = self.pipelines[job.kind], len(job.made)
-        arguments = dict(job.arguments)
+        pipeline, done = self.pipelines[job.asked.kind], len(job.made)
+        arguments = dict(job.asked.arguments)
         # On the CPU, so that a seed means the same picture on every device.
         arguments["generator"] = torch.Generator("cpu").manual_seed(seed)
 
@@ -166,7 +168,7 @@ class ImageEngine(ModelThread):
             if job.first_step_s is None:
                 self._synchronize()
                 job.first_step_s = time.monotonic() - job.asked_at
-            job.progress = (done + (step + 1) / max(1, getattr(pipe, "num_timesteps", 1))) / len(job.seeds)
+            job.progress = (done + (step + 1) / max(1, getattr(pipe, "num_timesteps", 1))) / len(job.asked.seeds)
             self._check(job)
             return tensors
 
@@ -179,9 +181,3 @@ class ImageEngine(ModelThread):
     def _check(self, job: ImageJob) -> None:
         if job.cancelled or not self._should_wake:
             raise PipelineStopped
-
-    def _finish(self, job: ImageJob, result: list[bytes] | Exception) -> None:
-        try:
-            job.finish(result)
-        except Exception:
-            log.exception("the pictures could not be handed over")

@@ -8,7 +8,7 @@ import io
 import math
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -40,8 +40,8 @@ QUALITIES: Final[Mapping[str, float]] = {
 FORMATS: Final = ("png", "jpeg", "webp")
 STRENGTH: Final = 0.8
 # Fields of a form that are numbers or truth values in JSON.
-_NUMBERS: Final = frozenset({"n", "seed", "num_inference_steps", "output_compression", "strength"}) | frozenset(
-    {"guidance_scale", "true_cfg_scale"}
+_NUMBERS: Final = frozenset(
+    ["n", "seed", "num_inference_steps", "output_compression", "strength", "guidance_scale", "true_cfg_scale"]
 )
 
 
@@ -50,10 +50,18 @@ class ImageRequest:
     """What the engine is given."""
 
     kind: str
-    arguments: dict[str, Any]
+    """`text`, `image` or `inpaint`: which pipeline makes them."""
+    arguments: Mapping[str, Any]
     seeds: list[int]
-    encode: Callable[[Any], bytes]
-    format: str
+    format: str = "png"
+    compression: int | None = None
+    """The quality of formats that lose something."""
+
+    def file_of(self, picture: Image.Image) -> bytes:
+        target = io.BytesIO()
+        quality = 95 if self.compression is None else max(1, self.compression)
+        picture.save(target, format=self.format.upper(), **({} if self.format == "png" else {"quality": quality}))
+        return target.getvalue()
 
 
 def read_generation(pipelines: Mapping[str, Any], body: Body) -> ImageRequest:
@@ -115,15 +123,7 @@ def _request(
     seeds = [(first + place) % (SEED_MAX + 1) for place in range(count)]
     picked = _one_of(body, "output_format", FORMATS, "png")
     compression = integer(body, "output_compression", 0, 100)
-    return ImageRequest(kind, arguments, seeds, lambda image: encoded(image, picked, compression), picked)
-
-
-def encoded(picture: Image.Image, picked: str, compression: int | None) -> bytes:
-    """The picture as a file. `compression` is the quality of formats that lose something."""
-    target = io.BytesIO()
-    how: dict[str, Any] = {} if picked == "png" else {"quality": 95 if compression is None else max(1, compression)}
-    picture.save(target, format=picked.upper(), **how)
-    return target.getvalue()
+    return ImageRequest(kind, arguments, seeds, picked, compression)
 
 
 def _refuse_what_is_not_done(body: Body) -> None:

@@ -28,11 +28,10 @@ PICTURES_HEADER = "x-pictures"
 
 
 class ImageApi:
-    """Handles requests. To be created on the loop that serves it."""
+    """Handles requests."""
 
     def __init__(self, engine: ImageEngine, model: str) -> None:
         self._engine, self._model = engine, model
-        self._loop = asyncio.get_running_loop()
         self._opened = int(time.time())
         self._jobs: dict[str, ImageJob] = {}
 
@@ -51,7 +50,7 @@ class ImageApi:
         # Pictures are decoded in a thread: other requests go on meanwhile.
         asked = await asyncio.to_thread(self._read, request)
         job = await self._made(asked, request.headers.get(ID_HEADER, ""))
-        answer.whole(200, await asyncio.to_thread(_answer, asked, job), {PICTURES_HEADER: str(len(job.made))})
+        answer.whole(200, await asyncio.to_thread(_answer, job), {PICTURES_HEADER: str(len(job.made))})
 
     def _look(self, request: Request) -> dict[str, Any]:
         if request.path == "/progress":
@@ -69,17 +68,12 @@ class ImageApi:
         return read_generation(pipelines, parse_body(request.body))
 
     async def _made(self, asked: ImageRequest, request_id: str) -> ImageJob:
-        done: asyncio.Future[None] = self._loop.create_future()
-
-        def finish(result: list[bytes] | Exception) -> None:
-            self._loop.call_soon_threadsafe(_settle, done, result)
-
-        job = ImageJob(asked.kind, asked.arguments, asked.seeds, asked.encode, finish)
+        job = ImageJob(asked)
         if request_id:
             self._jobs[request_id] = job
         try:
             self._engine.submit(job)
-            await done
+            await asyncio.wrap_future(job.done)
             return job
         except OutOfMemory:
             raise ApiError(
@@ -97,22 +91,13 @@ class ImageApi:
                 del self._jobs[request_id]
 
 
-def _settle(done: asyncio.Future[None], result: list[bytes] | Exception) -> None:
-    if done.done():
-        return
-    if isinstance(result, Exception):
-        done.set_exception(result)
-    else:
-        done.set_result(None)
-
-
-def _answer(asked: ImageRequest, job: ImageJob) -> bytes:
+def _answer(job: ImageJob) -> bytes:
     data = [
         {"b64_json": base64.b64encode(picture).decode(), "seed": seed}
-        for picture, seed in zip(job.made, asked.seeds, strict=True)
+        for picture, seed in zip(job.made, job.asked.seeds, strict=True)
     ]
     timings = {"first_step_s": job.first_step_s, "whole_s": time.monotonic() - job.asked_at}
-    return encoded({"created": int(time.time()), "output_format": asked.format, "data": data, "timings": timings})
+    return encoded({"created": int(time.time()), "output_format": job.asked.format, "data": data, "timings": timings})
 
 
 async def serve_images(socket_path: Path, engine: ImageEngine, model: str) -> HttpServer:

@@ -22,8 +22,7 @@ from ..weights.device_weights import DeviceWeights
 from ..weights.loading import load
 from .image_engine import ImageEngine
 from .image_routes import serve_images
-from .pipeline import PipelineSource
-from .pipeline_files import read_pipeline
+from .pipeline import PipelineSource, read_pipeline
 
 log = logging.getLogger(__name__)
 

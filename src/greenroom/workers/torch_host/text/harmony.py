@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import Final, Literal
 
 from .tokens import TextCodec
-from .tool_calls import ParsedText, ToolCall
+from .tool_calls import OutputPiece, ToolCall
 
 # Unicode reserves these for use within a program.
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
@@ -77,9 +77,9 @@ class HarmonyReader:
         self._is_new = True
         self._said: set[Kind] = set()
 
-    def add(self, text: str) -> ParsedText:
+    def add(self, text: str) -> OutputPiece:
         """The text, reasoning and calls that are certain now."""
-        found = ParsedText()
+        found = OutputPiece()
         for part in _SPLIT.split(text):
             if part and part in _ALL:
                 self._mark(part, found)
@@ -89,13 +89,13 @@ class HarmonyReader:
                 self._head(self._header + part, found)
         return found
 
-    def end(self) -> ParsedText:
+    def end(self) -> OutputPiece:
         """The answer is over: arguments are a call if they are complete, else text."""
-        found = ParsedText()
+        found = OutputPiece()
         self._close(found)
         return found
 
-    def _mark(self, mark: str, found: ParsedText) -> None:
+    def _mark(self, mark: str, found: OutputPiece) -> None:
         if self._header is None or mark in (_START, _END):
             # The message before has ended, even without an end mark.
             self._close(found)
@@ -106,7 +106,7 @@ class HarmonyReader:
         elif mark in (_CHANNEL, _CONSTRAIN):
             self._header += mark
 
-    def _head(self, header: str, found: ParsedText) -> None:
+    def _head(self, header: str, found: OutputPiece) -> None:
         self._header = header
         begun = header[:HEADER_CHARS_MAX].strip()
         is_plain = self._is_bare and begun and not (begun.startswith("to=") or "to=".startswith(begun))
@@ -124,7 +124,7 @@ class HarmonyReader:
         if self._names and (to.startswith(_NAMESPACE) or to in self._names):
             self._kind, self._tool = "call", to.removeprefix(_NAMESPACE)
 
-    def _say(self, text: str, found: ParsedText) -> None:
+    def _say(self, text: str, found: OutputPiece) -> None:
         if self._kind == "call":
             self._arguments += text
         elif text:
@@ -136,7 +136,7 @@ class HarmonyReader:
             else:
                 found.text += text
 
-    def _close(self, found: ParsedText) -> None:
+    def _close(self, found: OutputPiece) -> None:
         """A message has ended, or text that might have become a header."""
         if self._header is None and self._kind == "call":
             arguments = self._arguments.strip() or "{}"

@@ -7,54 +7,42 @@ whether the caller streams or not: it passes on pieces, in order, and then the e
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from ...serving.errors import ApiError, failed, unavailable
 from ..engine.requests import CallbackQueue, End, GenerationRequest, Token
 from ..sandbox.grammar import JsonConstraint
 from ..sandbox.schema_trials import too_complex
+from .harmony import HarmonyReader
 from .tokens import Detokeniser
-from .tool_calls import Reader, ToolCall
+from .tool_calls import CallReader, OutputPiece, ScoredToken, hopeful
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredToken:
-    """A token with its log probability and its likeliest alternatives. `offset` is where its text begins."""
+class OutputListener(ABC):
+    """Hears on the loop what becomes of sequences."""
 
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    offset: int
+    @abstractmethod
+    def say(self, output: OutputStream, piece: OutputPiece) -> None: ...
 
-
-@dataclass(slots=True)
-class OutputPiece:
-    """A new part of an answer."""
-
-    text: str = ""
-    chosen: list[ScoredToken] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-    reasoning: str = ""
-
-    def __bool__(self) -> bool:
-        return bool(self.text or self.chosen or self.calls or self.reasoning)
-
-    def add(self, later: OutputPiece) -> None:
-        self.text += later.text
-        self.chosen += later.chosen
-        self.calls += later.calls
-        self.reasoning += later.reasoning
+    @abstractmethod
+    def over(self, output: OutputStream) -> None:
+        """Exactly once for each, and last."""
 
 
 class OutputStream:
-    """Listens to one sequence. Calls `on_piece` and `on_over` on the loop, `on_over` exactly once and last."""
+    """Reads one sequence for its listener, which is set before the sequence begins."""
 
     def __init__(
-        self, index: int, callbacks: CallbackQueue, detokeniser: Detokeniser, stops: StopFinder, reader: Reader | None
+        self,
+        index: int,
+        callbacks: CallbackQueue,
+        detokeniser: Detokeniser,
+        stops: StopFinder,
+        reader: CallReader | HarmonyReader | None,
     ) -> None:
         self.index = index
         self.tokens = 0
@@ -63,8 +51,7 @@ class OutputStream:
         """stop, length or tool_calls, once it is over."""
         self.end: End | None = None
         self.error: ApiError | None = None
-        self.on_piece: Callable[[OutputStream, OutputPiece], None]
-        self.on_over: Callable[[OutputStream], None]
+        self.listener: OutputListener
         self.request: GenerationRequest
         self._callbacks = callbacks
         self._detokeniser = detokeniser
@@ -117,18 +104,16 @@ class OutputStream:
         except Exception:
             self._break()
         self.finish = "tool_calls" if self._has_called else "stop" if self._stops.is_found else end.reason
-        self.on_over(self)
+        self.listener.over(self)
 
     def _say(self, text: str, is_last: bool = False) -> None:
-        piece = OutputPiece(text, self._let_out(len(text), is_last))
-        if self._reader is not None:
-            found = self._reader.add(text)
-            if is_last:
-                found.add(self._reader.end())
-            piece.text, piece.calls, piece.reasoning = found.text, found.calls, found.reasoning
-            self._has_called = self._has_called or bool(piece.calls)
+        piece = OutputPiece(text) if self._reader is None else self._reader.add(text)
+        if self._reader is not None and is_last:
+            piece.add(self._reader.end())
+        piece.chosen = self._let_out(len(text), is_last)
+        self._has_called = self._has_called or bool(piece.calls)
         if piece:
-            self.on_piece(self, piece)
+            self.listener.say(self, piece)
 
     def _remember(self, token: Token, text: str) -> None:
         if token.logprob is not None:
@@ -174,7 +159,6 @@ class OutputStream:
 class StopFinder:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
         self._held = ""
         self.is_found = False
 
@@ -190,7 +174,7 @@ class StopFinder:
         if found:
             self.is_found = True
             return self._release(min(found)[1])
-        return self._release(len(self._held) - self._hopeful())
+        return self._release(len(self._held) - hopeful(self._held, self._stops))
 
     def end(self) -> str:
         """The text that was held back, which was not a stop sequence."""
@@ -199,11 +183,3 @@ class StopFinder:
     def _release(self, length: int) -> str:
         released, self._held = self._held[:length], "" if self.is_found else self._held[length:]
         return released
-
-    def _hopeful(self) -> int:
-        """How many of the last characters could be the beginning of a stop sequence."""
-        for length in range(min(len(self._held), self._longest - 1), 0, -1):
-            tail = self._held[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0

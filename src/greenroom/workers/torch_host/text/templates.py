@@ -20,7 +20,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ...serving.errors import ApiError, too_long, unavailable, unsupported
 from ...serving.fields import Body, kind_of
@@ -136,11 +136,9 @@ class ChatTemplate:
         """Its source; all of them if the model has several."""
         # A caller may set a template's own switches, never the arguments that choose the template or how it runs.
         self._reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
-        self._writer: _Writer = (
-            _InThread(tokenizer, deadline_s)
-            if renders_itself(tokenizer)
-            else _InProcess(tokenizer, TemplateRunner(pool), deadline_s)
-        )
+        # None for a tokenizer that brings Python of its own.
+        self._runner = None if renders_itself(tokenizer) else TemplateRunner(pool)
+        self._deadline_s = deadline_s
 
     async def render(
         self, messages: Sequence[Message], tools: Sequence[Message] | None, switches: Mapping[str, Any], context: int
@@ -155,7 +153,7 @@ class ChatTemplate:
         own = {name: value for name, value in switches.items() if name not in self._reserved}
         chars_max = min(self._text.chars_max(context), PROMPT_CHARS_MAX)
         try:
-            return await self._writer.write(list(messages), list(tools) if tools else None, own, chars_max)
+            return await self._write(list(messages), list(tools) if tools else None, own, chars_max)
         except Stopped as reason:
             log.warning("template stopped model=%s: it %s", self._folder.name, reason)
             raise self._failed(f"{reason}. Mend it or use /v1/completions.", 422) from None
@@ -165,6 +163,40 @@ class ChatTemplate:
             raise unavailable(str(reason)) from None
         except Complaint as reason:
             raise self._failed(f"refused these messages: {reason}", 400) from reason
+
+    async def _write(
+        self, messages: list[Message], tools: list[Message] | None, switches: Mapping[str, Any], chars_max: int
+    ) -> str:
+        """The prompt. Raises SandboxError."""
+        tokenizer = self._text.tokenizer
+        if self._runner is not None:
+            names = {**tokenizer.special_tokens_map, **switches}
+            order = {"template": self._program(tools), "messages": messages, "tools": tools, "names": names}
+            return await self._runner.render(order, chars_max, self._deadline_s)
+
+        def rendered() -> str:
+            render = tokenizer.apply_chat_template
+            return str(render(messages, tools=tools, tokenize=False, add_generation_prompt=True, **switches))
+
+        try:
+            text = await run_with_deadline(rendered, self._deadline_s, f"template of {type(tokenizer).__name__}")
+        except DeadlineExceeded:
+            raise TimedOut(self._deadline_s) from None
+        except Exception as error:
+            raise Complaint(str(error)[:COMPLAINT_CHARS_MAX]) from error
+        if len(text) > chars_max:
+            raise RenderedTooLong(len(text))
+        return text
+
+    def _program(self, tools: list[Message] | None) -> str:
+        """The template for this request, as Transformers chooses among several."""
+        try:
+            program = self._text.tokenizer.get_chat_template(tools=tools)
+        except ValueError as error:
+            raise Complaint(str(error)[:COMPLAINT_CHARS_MAX]) from error
+        if not isinstance(program, str) or len(program) > PROGRAM_CHARS_MAX:
+            raise Complaint(f"it is no text, or one of more than {PROGRAM_CHARS_MAX:,} characters.")
+        return program
 
     def _failed(self, why: str, status: int) -> ApiError:
         return ApiError(
@@ -181,61 +213,6 @@ class ChatTemplate:
             if (self._folder / name).exists():
                 return name
         return "chat_template in tokenizer_config.json"
-
-
-class _Writer(Protocol):
-    async def write(
-        self, messages: list[Message], tools: list[Message] | None, switches: Mapping[str, Any], chars_max: int
-    ) -> str:
-        """The prompt. Raises SandboxError."""
-
-
-class _InProcess:
-    def __init__(self, tokenizer: Any, runner: TemplateRunner, deadline_s: float) -> None:
-        self._tokenizer, self._runner, self._deadline_s = tokenizer, runner, deadline_s
-
-    async def write(
-        self, messages: list[Message], tools: list[Message] | None, switches: Mapping[str, Any], chars_max: int
-    ) -> str:
-        order = {
-            "template": self._program(tools),
-            "messages": messages,
-            "tools": tools,
-            "names": {**self._tokenizer.special_tokens_map, **switches},
-        }
-        return await self._runner.render(order, chars_max, self._deadline_s)
-
-    def _program(self, tools: list[Message] | None) -> str:
-        """The template for this request, as Transformers chooses among several."""
-        try:
-            program = self._tokenizer.get_chat_template(tools=tools)
-        except ValueError as error:
-            raise Complaint(str(error)[:COMPLAINT_CHARS_MAX]) from error
-        if not isinstance(program, str) or len(program) > PROGRAM_CHARS_MAX:
-            raise Complaint(f"it is no text, or one of more than {PROGRAM_CHARS_MAX:,} characters.")
-        return program
-
-
-class _InThread:
-    def __init__(self, tokenizer: Any, deadline_s: float) -> None:
-        self._tokenizer, self._deadline_s = tokenizer, deadline_s
-
-    async def write(
-        self, messages: list[Message], tools: list[Message] | None, switches: Mapping[str, Any], chars_max: int
-    ) -> str:
-        def rendered() -> str:
-            render = self._tokenizer.apply_chat_template
-            return str(render(messages, tools=tools, tokenize=False, add_generation_prompt=True, **switches))
-
-        try:
-            text = await run_with_deadline(rendered, self._deadline_s, f"template of {type(self._tokenizer).__name__}")
-        except DeadlineExceeded:
-            raise TimedOut(self._deadline_s) from None
-        except Exception as error:
-            raise Complaint(str(error)[:COMPLAINT_CHARS_MAX]) from error
-        if len(text) > chars_max:
-            raise RenderedTooLong(len(text))
-        return text
 
 
 MESSAGES_MAX = 65_536

@@ -14,9 +14,9 @@ import enum
 import json
 import re
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ...serving.errors import ApiError
 from ...serving.fields import Body, refuse
@@ -42,26 +42,33 @@ class ToolCall:
     """JSON, as in the API."""
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token with its log probability and its likeliest alternatives. `offset` is where its text begins."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    offset: int
+
+
 @dataclass(slots=True)
-class ParsedText:
+class OutputPiece:
+    """A new part of an answer. What reads the text of one knows nothing of its tokens."""
+
     text: str = ""
+    chosen: list[ScoredToken] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     reasoning: str = ""
 
-    def add(self, later: ParsedText) -> None:
+    def __bool__(self) -> bool:
+        return bool(self.text or self.chosen or self.calls or self.reasoning)
+
+    def add(self, later: OutputPiece) -> None:
         self.text += later.text
+        self.chosen += later.chosen
         self.calls += later.calls
         self.reasoning += later.reasoning
-
-
-class Reader(Protocol):
-    """Splits one answer into text, calls and reasoning as it comes."""
-
-    def add(self, text: str) -> ParsedText:
-        """The parts that are certain now."""
-
-    def end(self) -> ParsedText:
-        """The answer is over: the parts that were held back."""
 
 
 class _Place(enum.Enum):
@@ -72,6 +79,8 @@ class _Place(enum.Enum):
 
 
 class CallReader:
+    """Splits one answer into text and calls as it comes."""
+
     def __init__(self, names: Collection[str]) -> None:
         """`names` are the tools offered: without a mark, only these can be called."""
         self._names = names
@@ -80,18 +89,18 @@ class CallReader:
         self._mark = ""
         self._has_called = False
 
-    def add(self, text: str) -> ParsedText:
+    def add(self, text: str) -> OutputPiece:
         """The text and calls that are certain now."""
         self._held += text
-        found = ParsedText()
+        found = OutputPiece()
         # Each step but the last shortens the held text or changes the place.
         while self._step(found):
             pass
         return found
 
-    def end(self) -> ParsedText:
+    def end(self) -> OutputPiece:
         """The answer is over: held text is a call if it parses as one, else text."""
-        found, held = ParsedText(), self._held
+        found, held = OutputPiece(), self._held
         self._held = ""
         if self._place in (_Place.HERMES, _Place.REST):
             self._read(held, found, self._mark + held)
@@ -99,7 +108,7 @@ class CallReader:
             found.text = held
         return found
 
-    def _step(self, found: ParsedText) -> bool:
+    def _step(self, found: OutputPiece) -> bool:
         """Go on by one step; false if more text must come first."""
         if self._place is _Place.START:
             return self._begin()
@@ -119,10 +128,10 @@ class CallReader:
         self._place, self._mark = (_Place.REST if is_bare else _Place.TEXT), ""
         return True
 
-    def _pass_text(self, found: ParsedText) -> bool:
+    def _pass_text(self, found: OutputPiece) -> bool:
         at, mark = min(((at, mark) for mark in _MARKS if (at := self._held.find(mark)) >= 0), default=(-1, ""))
         if at < 0:
-            keep = _hopeful(self._held)
+            keep = hopeful(self._held, _MARKS)
             found.text += self._held[: len(self._held) - keep]
             self._held = self._held[len(self._held) - keep :]
             return False
@@ -131,7 +140,7 @@ class CallReader:
         self._place, self._mark = (_Place.HERMES if mark == _HERMES else _Place.REST), mark
         return True
 
-    def _close_call(self, found: ParsedText) -> bool:
+    def _close_call(self, found: OutputPiece) -> bool:
         inside, end, rest = self._held.partition(_HERMES_END)
         if not end:
             return False
@@ -149,7 +158,7 @@ class CallReader:
         self._place = _Place.TEXT
         return True
 
-    def _read(self, inside: str, found: ParsedText, otherwise: str) -> None:
+    def _read(self, inside: str, found: OutputPiece, otherwise: str) -> None:
         calls = parse_calls(inside)
         if calls and (self._mark or all(call.name in self._names for call in calls)):
             found.calls += calls
@@ -191,10 +200,11 @@ def _call(item: Any) -> ToolCall | None:
     return ToolCall(name, written)
 
 
-def _hopeful(text: str) -> int:
-    """How many of the last characters could be the beginning of a mark."""
-    for length in range(min(len(text), max(map(len, _MARKS)) - 1), 0, -1):
-        if any(mark.startswith(text[-length:]) for mark in _MARKS):
+def hopeful(text: str, marks: Sequence[str]) -> int:
+    """How many of the last characters could be the beginning of one of these."""
+    for length in range(min(len(text), max(map(len, marks)) - 1), 0, -1):
+        tail = text[-length:]
+        if any(mark.startswith(tail) for mark in marks):
             return length
     return 0
 
