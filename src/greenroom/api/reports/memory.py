@@ -6,7 +6,7 @@ Owns the route, its published shapes, and how they are filled from the last look
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from greenroom.access.keys import Permission
 from greenroom.api.declared import Routes, get
@@ -18,7 +18,7 @@ from greenroom.engines.estimates.estimate import mib as mib_of
 from greenroom.leases.records import core_id
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.readings import SIMULATED, GpuReading
-from greenroom.runtime.memory.watch import MemoryLook, MemoryWatch
+from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.shell import Shell
 from greenroom.runtime.slots import LiveSlots
 
@@ -89,7 +89,7 @@ class GpuPicture:
     def __init__(self, shell: Shell, watch: MemoryWatch, now: float) -> None:
         self._shell = shell
         self._watched = watch
-        self._look: MemoryLook = self._watched.last
+        self._look = watch.last
         self._state = state = shell.loop.scheduler.view
         self._split = memory_split(shell, watch)
         self._now = now
@@ -109,7 +109,6 @@ class GpuPicture:
         return [GpuView.model_validate(self._figures(gpu)) for gpu in self._look.reading.gpus]
 
     def whole(self) -> GpuList:
-        host = self._look.reading.host
         return GpuList(
             probe=self.probe(),
             gpus=[
@@ -118,16 +117,11 @@ class GpuPicture:
                 )
                 for gpu in self._look.reading.gpus
             ],
-            host=HostMemoryView(
-                total_mib=host.total_mib,
-                available_mib=host.available_mib,
-                shm_total_mib=host.shm_total_mib,
-                shm_free_mib=host.shm_free_mib,
-            ),
+            host=HostMemoryView.model_validate(self._look.reading.host, from_attributes=True),
         )
 
     def _figures(self, gpu: GpuReading) -> dict[str, object]:
-        device, split = DeviceId(gpu.uuid), self._split[DeviceId(gpu.uuid)]
+        device = DeviceId(gpu.uuid)
         return {
             "id": gpu.uuid,
             "index": gpu.index,
@@ -136,9 +130,7 @@ class GpuPicture:
             "used_mib": gpu_used_mib(self._shell, self._watched, gpu),
             "foreign_mib": self._state.ledger.foreign.get(device, 0),
             "free_mib": max(0, self._free.get(device, 0)),
-            "weights_mib": split.weights_mib,
-            "kv_mib": split.kv_mib,
-            "other_mib": split.other_mib,
+            **asdict(self._split[device]),
             "utilisation": gpu.utilisation,
             "temperature_c": gpu.temperature_c,
         }
