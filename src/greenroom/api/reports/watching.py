@@ -234,12 +234,11 @@ def _memory_mib(state: SchedulerView, models: Iterable[SlotFacts]) -> dict[tuple
 
 
 def _gpus(gateway: Overview) -> dict[str, GpuFigures]:
-    watch, found = gateway.memory_watch, {}
-    parts = memory_split(gateway.shell, watch)
-    for gpu in watch.last.reading.gpus:
+    parts, found = memory_split(gateway), {}
+    for gpu in gateway.memory_watch.last.reading.gpus:
         of = parts[DeviceId(gpu.uuid)]
         split = {"weights": of.weights_mib, "kv": of.kv_mib, "other": of.other_mib}
-        used_mib = gpu_used_mib(gateway.shell, watch, gpu)
+        used_mib = gpu_used_mib(gateway, gpu)
         found[gpu.uuid] = GpuFigures(gpu.total_mib, used_mib, gpu.utilisation, gpu.temperature_c, gpu.index, split)
     return found
 

@@ -33,7 +33,6 @@ from greenroom.features.operations.loads import Loads
 from greenroom.library.library import Library
 from greenroom.library.records import LibraryRecord
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.shell import Shell
 
@@ -122,14 +121,12 @@ class CapabilityRoutes(Routes):
         shell: Shell,
         resolver: Resolver,
         library: Library,
-        watch: MemoryWatch,
         loads: Loads,
         gateway: Overview,
     ) -> None:
         self._shell = shell
         self._resolver = resolver
         self._library = library
-        self._watch = watch
         self._loads = loads
         self._gateway = gateway
         self._kept: dict[Caller, tuple[float, Capabilities]] = {}
@@ -217,10 +214,10 @@ class CapabilityRoutes(Routes):
     # --- figures ------------------------------------------------------------------------------------------------------
 
     def _resources(self, loaded: list[Entry]) -> Resources:
-        gpus = self._watch.last.reading.gpus
+        gpus = self._gateway.memory_watch.last.reading.gpus
         total, used = (
             sum(gpu.total_mib for gpu in gpus),
-            sum(gpu_used_mib(self._shell, self._watch, gpu) for gpu in gpus),
+            sum(gpu_used_mib(self._gateway, gpu) for gpu in gpus),
         )
         told = [gpu.utilisation for gpu in gpus if gpu.utilisation is not None]
         size, share = self._kv_cache(loaded)
