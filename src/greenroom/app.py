@@ -423,7 +423,7 @@ def make_management(gateway: App, streams: Streams | None = None) -> Management:
         app
     )
     LlamaSwapRoutes(shell, gateway.loads, streams, gateway).add_to(app)
-    CapabilityRoutes(shell, gateway.resolver, gateway.library, gateway.memory_watch, gateway.loads, gateway).add_to(app)
+    CapabilityRoutes(shell, gateway.resolver, gateway.library, gateway.loads, gateway).add_to(app)
     Watching(gateway, streams).add_to(app)
     Operating(shell, gateway.models, gateway.tasks, gateway.loads, gateway.operations, streams, gateway).add_to(app)
     ConfigRoutes(gateway).add_to(app)
@@ -436,7 +436,7 @@ def make_management(gateway: App, streams: Streams | None = None) -> Management:
     UsageRoutes(gateway.usage).add_to(app)
     ClientRoutes(shell, gateway.requests.client_stats).add_to(app)
     RemoteRoutes(shell, gateway.spending, gateway.remote.fallback).add_to(app)
-    Gpus(shell, gateway.memory_watch).add_to(app)
+    Gpus(gateway).add_to(app)
     LeaseRoutes(shell, gateway.leasing).add_to(app)
     Caches(shell, gateway.requests.salts, gateway.hosted_moves).add_to(app)
     JobRoutes(gateway.jobs, gateway.bodies).add_to(app)

@@ -162,8 +162,7 @@ def sample(gateway: Overview) -> Sample:
         green_room_mib=green_room_used_mib(state),
         ready=sum(slot.tier is Tier.READY for slot in slots),
         asleep=sum(slot.tier is Tier.ASLEEP for slot in slots),
-        used_mib=held
-        | {gpu.uuid: float(gpu_used_mib(gateway.shell, gateway.memory_watch, gpu)) for gpu in gpus if gpu.uuid in held},
+        used_mib=held | {gpu.uuid: float(gpu_used_mib(gateway, gpu)) for gpu in gpus if gpu.uuid in held},
         utilisation={gpu.uuid: float(gpu.utilisation) for gpu in gpus if gpu.utilisation is not None},
     )
 

@@ -6,10 +6,11 @@ Owns the route, its published shapes, and how they are filled from the last look
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from greenroom.access.keys import Permission
 from greenroom.api.declared import Routes, get
+from greenroom.api.overview import Overview
 from greenroom.api.views import CacheView, GpuView, GreenRoomView, ModelName, ProbeView, View
 from greenroom.core.model import DeviceId, DeviceKind, MoveKind, Tier
 from greenroom.core.view import SchedulerView, SlotFacts
@@ -18,7 +19,6 @@ from greenroom.engines.estimates.estimate import mib as mib_of
 from greenroom.leases.records import core_id
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.readings import SIMULATED, GpuReading
-from greenroom.runtime.memory.watch import MemoryLook, MemoryWatch
 from greenroom.runtime.shell import Shell
 from greenroom.runtime.slots import LiveSlots
 
@@ -70,36 +70,34 @@ class GpuList(View):
 
 
 class Gpus(Routes):
-    def __init__(self, shell: Shell, watch: MemoryWatch) -> None:
-        self._shell = shell
-        self._watch = watch
+    def __init__(self, gateway: Overview) -> None:
+        self._gateway = gateway
 
     @get(PATH, needs=Permission.READ)
     async def list_gpus(self) -> GpuList:
         """Every GPU now: the driver's figures, what models and leases hold, and what other processes use."""
-        shell, watch = self._shell, self._watch
-        if shell.clock() - watch.last.at > FRESH_S:
+        watch = self._gateway.memory_watch
+        if self._gateway.shell.clock() - watch.last.at > FRESH_S:
             await watch.look_now()
-        return GpuPicture(shell, watch, shell.clock()).whole()
+        return GpuPicture(self._gateway).whole()
 
 
 class GpuPicture:
     """The GPUs as they were at the last look, with what the scheduler plans there now."""
 
-    def __init__(self, shell: Shell, watch: MemoryWatch, now: float) -> None:
-        self._shell = shell
-        self._watched = watch
-        self._look: MemoryLook = self._watched.last
-        self._state = state = shell.loop.scheduler.view
-        self._split = memory_split(shell, watch)
-        self._now = now
+    def __init__(self, gateway: Overview) -> None:
+        self._gateway = gateway
+        self._watched = gateway.memory_watch
+        self._look = gateway.memory_watch.last
+        self._state = state = gateway.shell.loop.scheduler.view
+        self._split = memory_split(gateway)
         self._free = state.ledger.free_mib(frozenset())
 
     def probe(self) -> ProbeView:
         return ProbeView.model_validate(
             {
                 "kind": self._watched.kind,
-                "looked_s_ago": round(max(0.0, self._now - self._look.at), 3),
+                "looked_s_ago": round(max(0.0, self._gateway.shell.clock() - self._look.at), 3),
                 "failure": self._watched.failure,
                 "pids_visible": self._watched.sees_pids,
             }
@@ -109,7 +107,6 @@ class GpuPicture:
         return [GpuView.model_validate(self._figures(gpu)) for gpu in self._look.reading.gpus]
 
     def whole(self) -> GpuList:
-        host = self._look.reading.host
         return GpuList(
             probe=self.probe(),
             gpus=[
@@ -118,27 +115,20 @@ class GpuPicture:
                 )
                 for gpu in self._look.reading.gpus
             ],
-            host=HostMemoryView(
-                total_mib=host.total_mib,
-                available_mib=host.available_mib,
-                shm_total_mib=host.shm_total_mib,
-                shm_free_mib=host.shm_free_mib,
-            ),
+            host=HostMemoryView.model_validate(self._look.reading.host, from_attributes=True),
         )
 
     def _figures(self, gpu: GpuReading) -> dict[str, object]:
-        device, split = DeviceId(gpu.uuid), self._split[DeviceId(gpu.uuid)]
+        device = DeviceId(gpu.uuid)
         return {
             "id": gpu.uuid,
             "index": gpu.index,
             "name": gpu.name,
             "total_mib": gpu.total_mib,
-            "used_mib": gpu_used_mib(self._shell, self._watched, gpu),
+            "used_mib": gpu_used_mib(self._gateway, gpu),
             "foreign_mib": self._state.ledger.foreign.get(device, 0),
             "free_mib": max(0, self._free.get(device, 0)),
-            "weights_mib": split.weights_mib,
-            "kv_mib": split.kv_mib,
-            "other_mib": split.other_mib,
+            **asdict(self._split[device]),
             "utilisation": gpu.utilisation,
             "temperature_c": gpu.temperature_c,
         }
@@ -166,11 +156,11 @@ class GpuPicture:
         ]
 
 
-def gpu_used_mib(shell: Shell, watch: MemoryWatch, gpu: GpuReading) -> int:
+def gpu_used_mib(gateway: Overview, gpu: GpuReading) -> int:
     """MiB that all processes use of it. No process uses a simulated GPU: there it is what models and leases hold."""
-    if watch.kind != SIMULATED:
+    if gateway.memory_watch.kind != SIMULATED:
         return gpu.used_mib
-    holdings = shell.loop.scheduler.view.ledger.holdings.values()
+    holdings = gateway.shell.loop.scheduler.view.ledger.holdings.values()
     return sum(holding.on(DeviceId(gpu.uuid)) for holding in holdings)
 
 
@@ -221,9 +211,9 @@ class GpuSplit:
     other_mib: int = 0
 
 
-def memory_split(shell: Shell, watch: MemoryWatch) -> dict[DeviceId, GpuSplit]:
+def memory_split(gateway: Overview) -> dict[DeviceId, GpuSplit]:
     """By GPU. Figures of models are planned ones; `other` is what remains of what is used."""
-    gpus = watch.last.reading.gpus
+    shell, gpus = gateway.shell, gateway.memory_watch.last.reading.gpus
     found = {DeviceId(gpu.uuid): GpuSplit() for gpu in gpus}
     for slot in shell.loop.scheduler.view.slots.values():
         if slot.lease is None and slot.tier is Tier.READY:
@@ -232,7 +222,7 @@ def memory_split(shell: Shell, watch: MemoryWatch) -> dict[DeviceId, GpuSplit]:
                 found[device].kv_mib += kv
     for gpu in gpus:
         split = found[DeviceId(gpu.uuid)]
-        split.other_mib = max(0, gpu_used_mib(shell, watch, gpu) - split.weights_mib - split.kv_mib)
+        split.other_mib = max(0, gpu_used_mib(gateway, gpu) - split.weights_mib - split.kv_mib)
     return found
 
 

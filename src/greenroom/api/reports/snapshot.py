@@ -141,7 +141,7 @@ class Snapshot:
         callers = self._callers()
         free = state.ledger.free_mib(frozenset())
         known = {entry.id for entry in gateway.shell.catalog.shown}
-        picture = GpuPicture(gateway.shell, gateway.memory_watch, self._now)
+        picture = GpuPicture(gateway)
         return views.StatusView(
             version=greenroom.__version__,
             build=BUILD,

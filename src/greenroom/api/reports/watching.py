@@ -234,17 +234,12 @@ def _memory_mib(state: SchedulerView, models: Iterable[SlotFacts]) -> dict[tuple
 
 
 def _gpus(gateway: Overview) -> dict[str, GpuFigures]:
-    parts, found = memory_split(gateway.shell, gateway.memory_watch), {}
+    parts, found = memory_split(gateway), {}
     for gpu in gateway.memory_watch.last.reading.gpus:
         of = parts[DeviceId(gpu.uuid)]
         split = {"weights": of.weights_mib, "kv": of.kv_mib, "other": of.other_mib}
-        figures = (
-            gpu.total_mib,
-            gpu_used_mib(gateway.shell, gateway.memory_watch, gpu),
-            gpu.utilisation,
-            gpu.temperature_c,
-        )
-        found[gpu.uuid] = GpuFigures(*figures, gpu.index, split)
+        used_mib = gpu_used_mib(gateway, gpu)
+        found[gpu.uuid] = GpuFigures(gpu.total_mib, used_mib, gpu.utilisation, gpu.temperature_c, gpu.index, split)
     return found
 
 

@@ -34,7 +34,6 @@ from greenroom.features.operations.loads import Loads
 from greenroom.library.library import Library
 from greenroom.library.records import LibraryRecord
 from greenroom.runtime.catalogue import Entry
-from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.shell import Shell
 
@@ -122,7 +121,6 @@ class CapabilityRoutes(Routes):
     _shell: Shell
     _resolver: Resolver
     _library: Library
-    _watch: MemoryWatch
     _loads: Loads
     _gateway: Overview
     _kept: dict[Caller, tuple[float, Capabilities]] = field(default_factory=dict)
@@ -210,10 +208,10 @@ class CapabilityRoutes(Routes):
     # --- figures ------------------------------------------------------------------------------------------------------
 
     def _resources(self, loaded: list[Entry]) -> Resources:
-        gpus = self._watch.last.reading.gpus
+        gpus = self._gateway.memory_watch.last.reading.gpus
         total, used = (
             sum(gpu.total_mib for gpu in gpus),
-            sum(gpu_used_mib(self._shell, self._watch, gpu) for gpu in gpus),
+            sum(gpu_used_mib(self._gateway, gpu) for gpu in gpus),
         )
         told = [gpu.utilisation for gpu in gpus if gpu.utilisation is not None]
         size, share = self._kv_cache(loaded)
