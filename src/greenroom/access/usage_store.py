@@ -22,7 +22,7 @@ from greenroom.base.detached import run_detached
 from greenroom.base.repeated import Repeated
 from greenroom.config.part import Part
 from greenroom.errors import UsageUnavailable
-from greenroom.runtime.steady_clock import SteadyClock
+from greenroom.runtime.clocks import SteadyClock
 from greenroom.telemetry.activity import DAY_S, FIGURES, Counts, Name, RowKey, UsageCounts
 from greenroom.telemetry.logs import get_logger
 

@@ -15,7 +15,7 @@ from greenroom.runtime.operations import files
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationFiles, OperationKind, OperationStatus
 from greenroom.runtime.operations.table import RUNS_MAX, JobLimits, OperationEvents, OperationTable
-from greenroom.runtime.steady_clock import BELIEVED_AFTER_S
+from greenroom.runtime.clocks import BELIEVED_AFTER_S
 from tests.full_disk import full_disk
 from tests.waiting import until
 

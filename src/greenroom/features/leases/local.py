@@ -41,7 +41,7 @@ from greenroom.leases.records import Lease, LeaseAsk, core_id
 from greenroom.runtime.moves.admission import AlwaysGranted
 from greenroom.runtime.observer import Hub
 from greenroom.runtime.scheduler_loop import SchedulerLoop
-from greenroom.runtime.standstill import Standstill
+from greenroom.runtime.clocks import Standstill
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("leases")

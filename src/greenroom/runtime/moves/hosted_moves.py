@@ -25,7 +25,7 @@ from greenroom.runtime.moves.load_errors import LAST_LINES, LostSlots
 from greenroom.runtime.moves.opening import SlotOpener, uninterrupted
 from greenroom.runtime.shell import Shell
 from greenroom.runtime.slots import LiveSlot
-from greenroom.runtime.standstill import running_timeout
+from greenroom.runtime.clocks import running_timeout
 from greenroom.runtime.workers.control_link import Answer, OpFailed, WorkerLost, count, seconds
 from greenroom.runtime.workers.hosted_slots import HostedSlot
 from greenroom.runtime.workers.worker import STOP_S, Worker

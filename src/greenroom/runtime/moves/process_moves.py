@@ -29,7 +29,7 @@ from greenroom.runtime.moves.opening import uninterrupted
 from greenroom.runtime.moves.starting import Starting
 from greenroom.runtime.shell import Shell
 from greenroom.runtime.slots import LiveSlot
-from greenroom.runtime.standstill import running_timeout
+from greenroom.runtime.clocks import running_timeout
 from greenroom.telemetry.logs import get_logger
 
 # Another process may take the port between our choice and the engine's bind; another port is tried this often.

@@ -38,7 +38,7 @@ from greenroom.runtime.operations.files import (
     ResultPart,
     disk_failed,
 )
-from greenroom.runtime.steady_clock import SteadyClock
+from greenroom.runtime.clocks import SteadyClock
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("operations")
