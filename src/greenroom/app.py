@@ -87,7 +87,7 @@ from greenroom.runtime.models import Models
 from greenroom.runtime.moves.moves import Moves
 from greenroom.runtime.observer import Hub, Observer
 from greenroom.runtime.operations.files import OperationFiles
-from greenroom.runtime.operations.table import JobLimits, OperationEvents, OperationTable
+from greenroom.runtime.operations.table import JobLimits, OperationTable
 from greenroom.runtime.record.recording import EventRecorder
 from greenroom.runtime.rejections import RejectionErrors
 from greenroom.runtime.remote.remote import Remote
@@ -242,7 +242,7 @@ class App:
         scheduler = limits.make_scheduler(config.scheduler.implementation, seen_effects)
         loop = self.loop = SchedulerLoop(scheduler, self.clock, events_file)
         table = OperationTable(
-            OperationFiles(path / "jobs"), lambda: JobLimits.of(self.config), OperationEvents(observer.hub)
+            OperationFiles(path / "jobs"), lambda: JobLimits.of(self.config), observer.hub
         )
         return Shell(self.state, loop, catalog, slots, HostedSlots(), table, observer, self.state_dir, timeouts)
 
