@@ -46,7 +46,7 @@ from greenroom.features.governance.governed import GovernedRoutes
 from greenroom.features.governance.governed_models import GovernedModels
 from greenroom.features.jobs.jobs import Jobs
 from greenroom.features.jobs.routes import AsyncRequests, JobRoutes
-from greenroom.features.leases.leasing import make_leasing
+from greenroom.features.leases.sharing import make_leasing
 from greenroom.features.leases.routes import LeaseRoutes
 from greenroom.features.library.download_routes import DownloadRoutes
 from greenroom.features.library.downloads import Downloads
