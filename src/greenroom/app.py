@@ -46,8 +46,8 @@ from greenroom.features.governance.governed import GovernedRoutes
 from greenroom.features.governance.governed_models import GovernedModels
 from greenroom.features.jobs.jobs import Jobs
 from greenroom.features.jobs.routes import AsyncRequests, JobRoutes
-from greenroom.features.leases.sharing import make_leasing
 from greenroom.features.leases.routes import LeaseRoutes
+from greenroom.features.leases.sharing import make_leasing
 from greenroom.features.library.download_routes import DownloadRoutes
 from greenroom.features.library.downloads import Downloads
 from greenroom.features.library.ollama_routes import OllamaRoutes
@@ -84,7 +84,7 @@ from greenroom.runtime.memory.needs import Needs, warn
 from greenroom.runtime.memory.probes import first_look
 from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.models import Models
-from greenroom.runtime.moves.moves import Moves
+from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.observer import Hub, Observer
 from greenroom.runtime.operations.files import OperationFiles
 from greenroom.runtime.operations.table import JobLimits, OperationTable
@@ -144,8 +144,8 @@ class App:
         self.memory.owners.lease_pids, self.sharing = self.leasing.owners, self.leasing.sharing
         self.remote = Remote(shell)
         self.spending = self.remote.spending
-        self.moves = Moves(shell, self.memory, self.leasing.grants, self.spending)
-        self.mover, self.hosted_moves = self.moves.mover, self.moves.hosted
+        self.mover = Mover(shell, self.memory, self.leasing.grants, self.spending)
+        self.hosted_moves = self.mover.hosted
         self.tickets = Tickets(self.loop)
         self.effects.connect(
             self.loop,
@@ -156,7 +156,7 @@ class App:
         )
         self.operations = OperatorMoves(self.effects, self.mover, shell, self.memory.slot_memory)
         self.library = Library(Roots(config.roots), state_dir.path, on_gpu=bool(self.memory.needs.gpus))
-        self.models = Models(shell, self.memory, self.moves, self.library)
+        self.models = Models(shell, self.memory, self.mover, self.library)
         self.learned, self.resolver = self.models.learned, self.models.resolver
         self.downloads = Downloads(shell, self.library)
         self.loads = Loads(shell, self.resolver, self.downloads, self.operations)
@@ -241,9 +241,7 @@ class App:
         seen_effects = effects if events_file is None else events_file.watching(effects)
         scheduler = limits.make_scheduler(config.scheduler.implementation, seen_effects)
         loop = self.loop = SchedulerLoop(scheduler, self.clock, events_file)
-        table = OperationTable(
-            OperationFiles(path / "jobs"), lambda: JobLimits.of(self.config), observer.hub
-        )
+        table = OperationTable(OperationFiles(path / "jobs"), lambda: JobLimits.of(self.config), observer.hub)
         return Shell(self.state, loop, catalog, slots, HostedSlots(), table, observer, self.state_dir, timeouts)
 
     def _is_named(self, tenant: str) -> bool:
@@ -375,7 +373,7 @@ class App:
             async with asyncio.timeout(within_s):
                 await self.loop.until(lambda: all(slot.lease is not None for slot in self.loop.view.slots.values()))
                 await self.inference.finished()
-                await self.moves.finished()
+                await self.mover.finished()
 
     async def _close(self, parts: Sequence[Part]) -> None:
         """Those that talk to others one by one, then those that write data, all at once: a disk may hang."""
