@@ -95,25 +95,14 @@ class HostedMoves:
 
     async def sleep(self, move: Move) -> SeenMove:
         """Give its GPU memory back. Raises LoadFailed if the worker cannot; the slot must be unloaded then."""
-        slot = self.table.there[move.slot]
-        # The slot is untouched until it is certain that its memory will be used.
-        await self._grants.make_way(move)
-        with _moving(slot):
-            self._slots.live.pop(slot.id, None)
-            async with self._giving_back(slot):
-                await self._put_to_sleep(move, slot)
-        await self._grants.leave(slot.id)
+        async with self._leaving(move) as slot:
+            await self._put_to_sleep(move, slot)
         return SeenMove(slot.told)
 
     async def unload(self, move: Move) -> None:
         """Close the slot and free its arena."""
-        slot = self.table.there[move.slot]
-        await self._grants.make_way(move)
-        with _moving(slot):
-            self._slots.live.pop(slot.id, None)
-            async with self._giving_back(slot):
-                await self._forget(slot)
-        await self._grants.leave(slot.id)
+        async with self._leaving(move) as slot:
+            await self._forget(slot)
 
     def reconcile(self, slot: SlotId) -> None:
         """Called after each move: forget a slot which the scheduler dropped because its worker ended just then."""
@@ -171,13 +160,19 @@ class HostedMoves:
                 raise
 
     @asynccontextmanager
-    async def _giving_back(self, slot: HostedSlot) -> AsyncIterator[None]:
-        """Wait, after the block, until what the slot held on its GPUs is really free."""
-        held = slot.on_gpus
-        before = {gpu: await self._memory.glance(gpu) for gpu in held}
-        yield
-        for gpu, held_mib in held.items():
-            await self._memory.back(slot.id, gpu, before[gpu], held_mib)
+    async def _leaving(self, move: Move) -> AsyncIterator[HostedSlot]:
+        """Wait, after the block, until what the slot held on its GPUs is really free, and give its grant back."""
+        slot = self.table.there[move.slot]
+        # The slot is untouched until it is certain that its memory will be used.
+        await self._grants.make_way(move)
+        with _moving(slot):
+            self._slots.live.pop(slot.id, None)
+            held = slot.on_gpus
+            before = {gpu: await self._memory.glance(gpu) for gpu in held}
+            yield slot
+            for gpu, held_mib in held.items():
+                await self._memory.back(slot.id, gpu, before[gpu], held_mib)
+        await self._grants.leave(slot.id)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
