@@ -112,7 +112,7 @@ def model_of(
     try:
         return Model.model_validate(said)
     except ValidationError as error:
-        raise BadRequest(_why(error, engine), param=_param(error)) from None
+        raise _not_taken(error, engine) from None
 
 
 def _memory(engine: str, options: ModelOptions, usable_mib: Mapping[DeviceId, int], vllm: Vllm) -> dict[str, int]:
@@ -129,18 +129,13 @@ def _memory(engine: str, options: ModelOptions, usable_mib: Mapping[DeviceId, in
     return {} if share is None else {key: max(1, int(share * largest))}
 
 
-def _why(error: ValidationError, engine: str) -> str:
+def _not_taken(error: ValidationError, engine: str) -> BadRequest:
     first = error.errors(include_url=False)[0]
     problems = first.get("ctx", {}).get("problems") or ()
     said = "; ".join(str(problem.message) for problem in problems) or first["msg"]
-    return f"{engine} does not take what was asked for: {said}."
-
-
-def _param(error: ValidationError) -> str | None:
-    first = error.errors(include_url=False)[0]
-    problems = first.get("ctx", {}).get("problems") or ()
     where = problems[0].where if problems else first["loc"]
-    return str(where[0]) if where else None
+    param = str(where[0]) if where else None
+    return BadRequest(f"{engine} does not take what was asked for: {said}.", param=param)
 
 
 # --- which of them are remembered -----------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class Models(Part):
         self.learned = LearnedTimes(shell.state_dir.path, shell.loop, shell.catalog)
         self.known = KnownModels(shell.catalog, shell.loop, shell.slots, mover.failures)
         self.resolver = Resolver(shell.catalog, library, shell.live, self.known, self.learned)
-        library.on_removed, library.on_looked = self.resolver.removed, self.resolver.looked
+        library.on_removed, library.on_looked = self.resolver.adhoc.removed, self.resolver.adhoc.looked
 
     def begin(self) -> None:
         """Tell the scheduler of all models, and before that of strangers that use memory."""

@@ -241,14 +241,6 @@ class Resolver:
         self.takes_options = bool(self._library.roots)
         self.adhoc.reloaded()
 
-    def looked(self) -> None:
-        """The disk was looked at: models that are neither there nor in memory are no longer listed."""
-        self.adhoc.looked()
-
-    def removed(self, record: LibraryRecord) -> None:
-        """Its files were deleted: it is asked for no more."""
-        self.adhoc.removed(record)
-
 
 def _expect_no_order(entry: Entry, options: ModelOptions) -> None:
     """Raises BadRequest if an order says about a configured model what its configuration says."""

@@ -1,4 +1,4 @@
-"""Readings of memory: each GPU with the processes on it, and the host; and whose memory that is.
+"""Readings of memory: each GPU with the processes on it, and the host; and to which owner that memory is attributed.
 
 Owns the records of a reading, the protocol `Probe`, and the reading of this host: /proc/meminfo, cgroups, /dev/shm and
 single processes. In a container the limit of its cgroup counts. `HostProbe` never raises: what cannot be read counts as
@@ -228,7 +228,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-# --- whose memory it is ---------------------------------------------------------------------------------------------
+# --- the owners of memory -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,7 +188,7 @@ class MemoryWatch:
         if not done:
             raise ProbeFailed(f"The {self.kind} probe has not answered for {look_s:g} s.")
         if not looking.cancelled():
-            # That of a look which was given up is nobody's.
+            # The error of a look that was given up is not reported.
             looking.exception()
 
     def _look(self, owners: Mapping[str, Owner], by_identity: proc.ByIdentity) -> MemoryLook:
