@@ -236,7 +236,7 @@ class App:
         with_aliases, slots = server.metrics_aliases is not None, LiveSlots()
         metrics = Metrics(catalog.is_known, self._is_named, catalog.is_adhoc, with_aliases=with_aliases)
         observer = Observer(Hub(begins_after=int(time.time()) * 1_000_000), metrics)
-        effects = self.effects = AsyncEffects(slots, observer, self.clock)
+        effects = self.effects = AsyncEffects(slots, observer)
         events_file = self.events_file = EventRecorder(Path(server.record_events)) if server.record_events else None
         seen_effects = effects if events_file is None else events_file.watching(effects)
         scheduler = limits.make_scheduler(config.scheduler.implementation, seen_effects)
