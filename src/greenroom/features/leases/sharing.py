@@ -64,7 +64,7 @@ class Sharing:
         self.room = MakingRoom(loop, memory, heartbeat)
         self.waiting_models = WaitingModels(member, loop, heartbeat)
         self.slots = SharedSlots(member, loop, self.room, self.waiting_models, heartbeat)
-        self._dead = DeadHolders(heartbeat.hurry)
+        self._dead = DeadHolders(heartbeat)
         self._recalls = Recalls(loop, hub)
         # Why the store cannot be used, and since when; None while it answers.
         self.failure: str | None = "it was not asked yet"
