@@ -23,7 +23,7 @@ from benchmarks.rig.processes import free_port, running
 from benchmarks.rig.result import Run, options_of
 from greenroom.leases.records import LeaseAsk
 from greenroom.leases.shared.redis_store import RedisStore
-from greenroom.leases.shared.store import SlotAsk
+from greenroom.leases.shared.stored import SlotAsk
 
 LIVE = (10, 200)
 GOALS = {"pairs_per_s_min": 1_000.0, "load_p50_ms_max": 5.0}

@@ -44,8 +44,8 @@ from greenroom.features.governance.governed import GovernedRoutes
 from greenroom.features.governance.governed_models import GovernedModels
 from greenroom.features.jobs.jobs import Jobs
 from greenroom.features.jobs.routes import AsyncRequests, JobRoutes
-from greenroom.features.leases.leasing import make_leasing
 from greenroom.features.leases.routes import LeaseRoutes
+from greenroom.features.leases.sharing import make_leasing
 from greenroom.features.library.download_routes import DownloadRoutes
 from greenroom.features.library.downloads import Downloads
 from greenroom.features.library.ollama_routes import OllamaRoutes
@@ -81,10 +81,10 @@ from greenroom.runtime.memory.needs import Needs, warn
 from greenroom.runtime.memory.probes import first_look
 from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.models import Models
-from greenroom.runtime.moves.moves import Moves
+from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.observer import Hub, Observer
 from greenroom.runtime.operations.files import OperationFiles
-from greenroom.runtime.operations.table import JobLimits, OperationEvents, OperationTable
+from greenroom.runtime.operations.table import JobLimits, OperationTable
 from greenroom.runtime.record.recording import EventRecorder
 from greenroom.runtime.rejections import RejectionErrors
 from greenroom.runtime.remote.remote import Remote
@@ -142,8 +142,8 @@ class App:
         self.memory.owners.lease_pids, self.sharing = self.leasing.owners, self.leasing.sharing
         self.remote = Remote(shell)
         self.spending = self.remote.spending
-        self.moves = Moves(shell, self.memory, self.leasing.grants, self.spending)
-        self.mover, self.hosted_moves = self.moves.mover, self.moves.hosted
+        self.mover = Mover(shell, self.memory, self.leasing.grants, self.spending)
+        self.hosted_moves = self.mover.hosted
         self.tickets = Tickets(self.loop)
         self.effects.connect(
             self.loop,
@@ -154,7 +154,7 @@ class App:
         )
         self.operations = OperatorMoves(self.effects, self.mover, shell, self.memory.slot_memory)
         self.library = Library(Roots(config.roots), state_dir.path, on_gpu=bool(self.memory.needs.gpus))
-        self.models = Models(shell, self.memory, self.moves, self.library)
+        self.models = Models(shell, self.memory, self.mover, self.library)
         self.learned, self.resolver = self.models.learned, self.models.resolver
         self.downloads = Downloads(shell, self.library)
         self.loads = Loads(shell, self.resolver, self.downloads, self.operations)
@@ -234,14 +234,12 @@ class App:
         with_aliases, slots = server.metrics_aliases is not None, LiveSlots()
         metrics = Metrics(catalog.is_known, self._is_named, catalog.is_adhoc, with_aliases=with_aliases)
         observer = Observer(Hub(begins_after=int(time.time()) * 1_000_000), metrics)
-        effects = self.effects = AsyncEffects(slots, observer, self.clock)
+        effects = self.effects = AsyncEffects(slots, observer)
         events_file = self.events_file = EventRecorder(Path(server.record_events)) if server.record_events else None
         seen_effects = effects if events_file is None else events_file.watching(effects)
         scheduler = limits.make_scheduler(config.scheduler.implementation, seen_effects)
         loop = self.loop = SchedulerLoop(scheduler, self.clock, events_file)
-        table = OperationTable(
-            OperationFiles(path / "jobs"), lambda: JobLimits.of(self.config), OperationEvents(observer.hub)
-        )
+        table = OperationTable(OperationFiles(path / "jobs"), lambda: JobLimits.of(self.config), observer.hub)
         return Shell(self.state, loop, catalog, slots, HostedSlots(), table, observer, self.state_dir, timeouts)
 
     def _is_named(self, tenant: str) -> bool:
@@ -373,7 +371,7 @@ class App:
             async with asyncio.timeout(within_s):
                 await self.loop.until(lambda: all(slot.lease is not None for slot in self.loop.view.slots.values()))
                 await self.inference.finished()
-                await self.moves.finished()
+                await self.mover.finished()
 
     async def _close(self, parts: Sequence[Part]) -> None:
         """Those that talk to others one by one, then those that write data, all at once: a disk may hang."""

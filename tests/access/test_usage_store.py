@@ -17,7 +17,7 @@ import pytest
 
 from greenroom.access.usage_store import FILE_NAME, HOURS_KEPT_S, By, UsageQuestion, UsageStore
 from greenroom.errors import UsageUnavailable
-from greenroom.runtime.steady_clock import BELIEVED_AFTER_S
+from greenroom.runtime.clocks import BELIEVED_AFTER_S
 from greenroom.telemetry.activity import DAY_S, FIGURES, HOUR_S, Record, UsageCounts
 from tests.full_disk import full_disk
 from tests.waiting import until

@@ -62,7 +62,7 @@ from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryLook
 from greenroom.runtime.observer import Hub, Residency
 from greenroom.runtime.operations.files import OperationFiles
-from greenroom.runtime.operations.table import JobLimits, OperationEvents, OperationTable
+from greenroom.runtime.operations.table import JobLimits, OperationTable
 from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.resolver import Resolver
@@ -241,7 +241,9 @@ class FakeGateway:
         self.wall_ahead_s = 0.0
         self.client_stats = ClientStats(self.clock)
         self.limiter = Limiter(wall=self.clock)
-        self.fallback = CloudFallback(Path("/nowhere"), environ={}, write=lambda path, text: None)
+        folder = tempfile.mkdtemp()
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.fallback = CloudFallback(Path(folder), environ={})
         self.catalog, self.slots, self.hub = Catalog(), LiveSlots(), Hub()
         self.metrics, self.activity = Metrics(), Activity()
         self.effects = FakeEffects()
@@ -263,10 +265,8 @@ class FakeGateway:
             LearnedTimes(Path("/nowhere"), self.loop, self.catalog),
         )
         self.tasks = Tasks(model_facts(self.catalog))
-        folder = tempfile.mkdtemp()
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         keep = JobLimits(keep_s=600, count_max=100, bytes_max=1_000_000, unfinished_max=100)
-        self.table = OperationTable(OperationFiles(Path(folder)), lambda: keep, OperationEvents(self.hub))
+        self.table = OperationTable(OperationFiles(Path(folder)), lambda: keep, self.hub)
         shell = SimpleNamespace(
             table=self.table,
             live=state,

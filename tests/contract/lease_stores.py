@@ -19,7 +19,7 @@ from greenroom.cli.client import Client
 from greenroom.leases.http_store import HttpStore
 from greenroom.leases.records import LeaseStore
 from greenroom.leases.shared.redis_store import RedisStore
-from greenroom.leases.shared.store import SharedStore, SlotAsk
+from greenroom.leases.shared.stored import SharedStore, SlotAsk
 from tests.harness import fake, gateway, url
 from tests.integration.sharing_rig import HOST, grown_up
 from tests.redis_server import redis_server

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from greenroom.leases.records import LeaseAsk
 from greenroom.leases.shared.redis_store import RedisStore
-from greenroom.leases.shared.store import SlotAsk
+from greenroom.leases.shared.stored import SlotAsk
 from tests.redis_server import RedisServer
 from tests.waiting import until
 

@@ -15,7 +15,7 @@ from greenroom.errors import LeaseDenied, LeaseLost
 from greenroom.leases.records import LeaseAsk
 from greenroom.leases.shared import stored
 from greenroom.leases.shared.redis_store import RedisStore
-from greenroom.leases.shared.store import SlotAsk
+from greenroom.leases.shared.stored import SlotAsk
 from tests.redis_server import redis_server
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from greenroom.errors import LeaseDenied, LeaseLost, LeaseTaken, LeaseUnknown
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.leases.shared import stored
 from greenroom.leases.shared.redis_store import RedisStore
-from greenroom.leases.shared.store import SlotAsk
+from greenroom.leases.shared.stored import SlotAsk
 from tests.leases.redis_rig import DEVICES, GRACE_S, Opener, ask, claims, slot, until_claims
 from tests.redis_server import RedisServer, redis_server
 from tests.waiting import PATIENCE_S

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from greenroom.process import proc, program_keeper
+from tests.process.trees import is_alive
 from tests.waiting import PATIENCE_S, until_now
 
 HEEDLESS = """
@@ -65,11 +66,6 @@ def kept(command: Sequence[str], *, term_s: float = 30.0) -> Iterator[Kept]:
         process.wait(PATIENCE_S)
 
 
-def is_gone(pid: int) -> bool:
-    seen = proc.stat(pid)
-    return seen is None or seen.is_dead
-
-
 def heedless(up: Path) -> str:
     return shlex.join([sys.executable, "-c", HEEDLESS, str(up)])
 
@@ -91,7 +87,7 @@ def test_what_cannot_be_run_is_told_by_its_number(command: str, number: int) -> 
 def test_a_program_that_has_ended_keeps_its_number_until_the_wrapper_has_seen_it() -> None:
     with kept(["true"]) as one:
         pid = int(os.read(one.status_fd, 100).split()[1])
-        until_now(lambda: is_gone(pid))
+        until_now(lambda: not is_alive(pid))
         assert proc.stat(pid) is not None, "a zombie: its pid is not used again"
         one.say(program_keeper.SEEN)
         assert one.told() == ["exited 0"]
@@ -111,7 +107,7 @@ def test_a_program_that_ignores_the_signal_is_killed_with_what_it_started(
             one.say(program_keeper.SEEN + program_keeper.END)
         else:
             one.leave()
-        until_now(lambda: is_gone(started))
+        until_now(lambda: not is_alive(started))
         assert one.process.wait(PATIENCE_S) == 0
 
 
@@ -120,7 +116,7 @@ def test_a_wrapper_that_ends_before_it_has_seen_the_program_leaves_nothing(tmp_p
     with kept(["sh", "-c", f"{heedless(up)} & exit 3"], term_s=0.3) as one:
         until_now(up.exists)
         one.leave()
-        until_now(lambda: is_gone(int(up.read_text())))
+        until_now(lambda: not is_alive(int(up.read_text())))
 
 
 def test_a_program_that_ends_by_itself_may_leave_others_running(tmp_path: Path) -> None:
@@ -129,5 +125,5 @@ def test_a_program_that_ends_by_itself_may_leave_others_running(tmp_path: Path) 
         one.say(program_keeper.SEEN)
         assert one.told()[-1] == "exited 0"
         started = int(up.read_text())
-        assert not is_gone(started)
+        assert is_alive(started)
         os.kill(started, 9)

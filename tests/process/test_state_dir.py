@@ -176,7 +176,7 @@ def test_directory_with_other_files_is_refused_and_left_as_it_is(path: Path, hel
     [
         pytest.param(lambda path: (StateDir.open(path).close(), (path / "beside").touch()), id="files put beside ours"),
         pytest.param(
-            lambda path: (path.mkdir(), (path / "lock").touch(), (path / ".id-half").touch()),
+            lambda path: (path.mkdir(), (path / "lock").touch(), (path / "id.new").touch()),
             id="a start that broke off before the id was written",
         ),
         pytest.param(lambda path: (path / "lost+found").mkdir(parents=True), id="an empty volume of a file system"),

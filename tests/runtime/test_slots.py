@@ -71,7 +71,7 @@ async def test_a_process_of_several_slots_of_which_one_refuses_is_not_ended_whil
             None,
             0.0,
             stop=worker.stop,
-            others_answer=lambda: slots.answers(child),
+            slots=slots,
         )
     there, gone = slots.live[SlotId("there")], slots.live[SlotId("gone")]
     await there.pool.send(b"POST / HTTP/1.1\r\nHost: e\r\n\r\n", b"", Notes())

@@ -6,7 +6,7 @@ import pytest
 
 from greenroom.core.model import Claim, Move, SlotId
 from greenroom.features.leases.shared_slots import SharedSlots
-from greenroom.runtime.moves.admission import AlwaysGranted, Grants
+from greenroom.runtime.moves.admission import Grants
 from tests.sim.shared.gateway import Gateway
 from tests.sim.shared.gpus import Violation
 from tests.sim.shared.many import Figures, outcome
@@ -46,7 +46,7 @@ def test_a_seed_is_the_same_at_every_play() -> None:
     assert play(3) == play(3)
 
 
-class OfSlots:
+class OfSlots(Grants):
     """As the slots of a gateway ask, but for what a test takes away."""
 
     def __init__(self, slots: SharedSlots) -> None:
@@ -80,7 +80,7 @@ def careless(gateway: Gateway) -> Grants:
         return False
 
     gateway.lacks = never  # type: ignore[method-assign]
-    return AlwaysGranted()
+    return Grants()
 
 
 @pytest.mark.timeout(600)

@@ -23,8 +23,8 @@ from greenroom.base.repeated import Repeated
 from greenroom.config.limits import is_named
 from greenroom.config.part import Part
 from greenroom.errors import UsageUnavailable
+from greenroom.runtime.clocks import SteadyClock
 from greenroom.runtime.shell import Shell
-from greenroom.runtime.steady_clock import SteadyClock
 from greenroom.telemetry.activity import DAY_S, FIGURES, Counts, Name, RowKey, UsageCounts
 from greenroom.telemetry.logs import get_logger
 

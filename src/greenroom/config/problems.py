@@ -97,17 +97,16 @@ def _unusable_state_dir(path: str) -> Iterator[str]:
         yield f"state_dir: {wrong}"
 
 
-# The files of a state directory. The temporary name of its id begins so.
+# The files of a state directory. Those that are replaced as a whole are drafts first.
 _STATE_KEPT: Final = ("learned", "needs", "leases", "library", "spending", "settings", "versions")
 _STATE_FOLDERS: Final = frozenset(("run", "jobs", "pictures", "governance"))
 _STATE_FILES: Final = frozenset(
     (
-        *("lock", "id", "leases.jsonl", "usage.db"),
+        *("lock", "id", "id.new", "leases.jsonl", "usage.db"),
         *(f"{name}.{kind}" for name in _STATE_KEPT for kind in ("json", "new")),
     )
 )
 _STATE_NAMES: Final = _STATE_FOLDERS | _STATE_FILES | {"checked"}
-_STATE_ID_PREFIX: Final = ".id-"
 # Created by a file system in its top directory.
 _NOBODYS: Final = frozenset({"lost+found"})
 _STATE_ID_BYTES_MAX: Final = 64
@@ -124,8 +123,7 @@ def holds_other_files(path: str | Path) -> bool:
         return False
     if known_state_id(Path(path) / "id") is not None:
         return False
-    strange = {name for name in names - _STATE_NAMES if not name.startswith(_STATE_ID_PREFIX)}
-    return bool(strange) or ("lock" not in names and bool(names))
+    return not names <= _STATE_NAMES or ("lock" not in names and bool(names))
 
 
 def of_wrong_kind(path: str | Path) -> str | None:

@@ -149,6 +149,11 @@ def is_alive(holder: Holder) -> bool:
     return holder_of(holder.pid) == holder
 
 
+def has_ended(holder: Holder | None) -> bool:
+    """Whether this process is one of those that can be watched, and lives no more."""
+    return holder is not None and is_here(holder) and not is_alive(holder)
+
+
 def core_id(lease: str) -> LeaseId:
     """The scheduler's id of this lease. The prefix keeps it apart from request ids: a caller may choose any id."""
     return LeaseId(f"lease:{lease}")

@@ -23,11 +23,6 @@ import signal
 import sys
 import time
 
-# `typing` is not needed at run time, and importing it would cost more than everything below.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import NoReturn
-
 # Time between SIGTERM and SIGKILL if no deadline was given: the gateway is gone, or the engine itself has ended.
 TREE_TERM_S = 1.0
 # SIGKILL is sent again for processes forked meanwhile: soon at first, then rarely, since a process stuck in the kernel
@@ -65,97 +60,85 @@ class LaunchOrder:
         self.stop_argv = [next(words) for _ in range(int(next(words)))]
 
 
-class Keeper:
-    """One engine, from its start to the end of the last process below it."""
+class TreeKeeper:
+    """A program that this one has started, and everything below it. `deaf_to` are signals that are for others."""
 
-    def __init__(self, control_fd: int, status_fd: int, order: LaunchOrder) -> None:
+    def __init__(self, control_fd: int, status_fd: int, deaf_to: tuple[signal.Signals, ...] = DEAF_TO) -> None:
         self._control_fd = control_fd
         self._status_fd = status_fd
-        self._order = order
-        self._unread = b""
+        self._wake_fd = wake_at_signals(deaf_to)
         self._poll = select.poll()
-        self._poll.register(control_fd, select.POLLIN)
-        self._wake_fd = wake_at_signals()
-        self._poll.register(self._wake_fd, select.POLLIN)
+        for fd in (control_fd, self._wake_fd):
+            self._poll.register(fd, select.POLLIN)
         # 0 before the start and after the reap: a reaped pid may already belong to another process.
-        self._engine_pid = 0
-        self._stop_pid = 0
+        self._pid = 0
         self._is_ending = False
         self._kill_at = NEVER
         self._kill_again_s = KILL_AGAIN_S
 
-    def run(self) -> None:
-        """Start the engine, follow commands, and return when nothing of its tree is left."""
-        try:
-            self._engine_pid = launch(self._order.argv, self._order.env, self._order.cwd)
-        except StartFailed as failure:
-            self._tell(f"failed {failure}")
-            return
-        self._tell(f"started {self._engine_pid} {start_ticks(self._engine_pid)}")
+    # --- what each kind does in its own way --------------------------------------------------------------------------
+
+    def _hear(self, received: bytes) -> None:
+        """Words from the other end of the control pipe; none at all when it has closed."""
+        raise NotImplementedError
+
+    def _note_end(self, pid: int, code: int) -> None:
+        """A child was reaped."""
+        raise NotImplementedError
+
+    def _waits_on(self) -> bool:
+        """True if children that are left are waited for."""
+        return True
+
+    def _become(self, argv: list[str], keeper_pid: int, error_fd: int) -> None:
+        """In the forked child: exec the program, or write to `error_fd` why not."""
+        raise NotImplementedError
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def _launch(self, argv: list[str]) -> int:
+        """Start a program and return its pid once exec has succeeded. Raises StartFailed."""
+        error_read, error_write = os.pipe()
+        keeper_pid = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._become(argv, keeper_pid, error_write)
+            finally:
+                os._exit(127)
+        os.close(error_write)
+        # The writing end closes on exec: no bytes means that the program runs.
+        with open(error_read, "rb") as errors:
+            failure = os.fsdecode(errors.read())
+        if failure:
+            os.waitpid(pid, 0)
+            raise StartFailed(failure)
+        return pid
+
+    def _keep(self) -> None:
         while self._reap():
             self._kill_if_due()
             self._wait()
 
-    # --- what the gateway says ---------------------------------------------------------------------------------------
-
     def _wait(self) -> None:
-        """Sleep until a child ends, the gateway sends something or goes away, or it is time to kill."""
+        """Sleep until a child ends, the other end says something or goes away, or it is time to kill."""
         left_s = max(0.0, self._kill_at - time.monotonic())
         # Rounded up: waking early would spin until the deadline.
         timeout_ms = None if left_s == NEVER else int(left_s * 1000) + 1
         for fd, _ in self._poll.poll(timeout_ms):
-            if fd == self._wake_fd:
-                os.read(fd, READ_BYTES)
-            else:
-                self._read_control()
-
-    def _read_control(self) -> None:
-        received = os.read(self._control_fd, READ_BYTES)
-        if not received:
-            self._poll.unregister(self._control_fd)
-            self._end_tree(TREE_TERM_S)
-            return
-        *lines, self._unread = (self._unread + received).split(b"\n")
-        for line in lines:
-            self._obey(line.decode().split())
-
-    def _obey(self, words: list[str]) -> None:
-        if words[0] == "stop":
-            self._stop_engine(float(words[1]))
-        elif words[0] == "kill":
-            self._kill_at = 0.0
+            received = os.read(fd, READ_BYTES)
+            if fd == self._control_fd:
+                if not received:
+                    self._poll.unregister(fd)
+                self._hear(received)
 
     def _tell(self, line: str) -> None:
-        # The gateway may be gone; the engine must still be ended.
+        # The other end may be gone; the program must still be ended.
         with contextlib.suppress(OSError):
             os.write(self._status_fd, os.fsencode(line.replace("\n", " ")) + b"\n")
 
-    # --- the ladder --------------------------------------------------------------------------------------------------
-
-    def _stop_engine(self, term_s: float) -> None:
-        """Ask the engine to stop; kill the tree after `term_s`. If called again, the nearer deadline counts."""
-        self._kill_at = min(self._kill_at, time.monotonic() + term_s)
-        if self._is_ending or not self._engine_pid:
-            return
-        self._is_ending = True
-        if not self._run_stop_command():
-            self._term_engine()
-
-    def _run_stop_command(self) -> bool:
-        pid = str(self._engine_pid)
-        argv = [word.replace("${PID}", pid) for word in self._order.stop_argv]
-        if not argv:
-            return False
-        try:
-            self._stop_pid = launch(argv, self._order.env, self._order.cwd)
-        except StartFailed as failure:
-            print(f"greenroom: the stop command could not be started: {failure}", file=sys.stderr, flush=True)
-        return bool(self._stop_pid)
-
-    def _term_engine(self) -> None:
-        # It leads a session and so a process group, and it is not reaped yet, so its pid cannot have been reused.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._engine_pid, signal.SIGTERM)
+    def _tell_end(self, code: int) -> None:
+        self._tell(f"exited {code}" if code >= 0 else f"signalled {-code}")
 
     def _end_tree(self, term_s: float) -> None:
         """Send SIGTERM to the whole tree, and SIGKILL to what is left after `term_s`."""
@@ -170,72 +153,115 @@ class Keeper:
         self._kill_at = time.monotonic() + self._kill_again_s
         self._kill_again_s = min(self._kill_again_s * 2, KILL_AGAIN_MAX_S)
 
-    # --- children that ended -----------------------------------------------------------------------------------------
-
     def _reap(self) -> bool:
-        """Reap every child that has ended. False if no child is left, forked or adopted."""
+        """Reap every child that has ended, forked or adopted. False if nothing is left to wait for."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return False
             if pid == 0:
-                return True
+                return self._waits_on()
             self._note_end(pid, os.waitstatus_to_exitcode(status))
 
+
+class Keeper(TreeKeeper):
+    """One engine, from its start to the end of the last process below it."""
+
+    def __init__(self, control_fd: int, status_fd: int, order: LaunchOrder) -> None:
+        super().__init__(control_fd, status_fd)
+        self._order = order
+        self._unread = b""
+        self._stop_pid = 0
+
+    def run(self) -> None:
+        """Start the engine, follow commands, and return when nothing of its tree is left."""
+        try:
+            self._pid = self._launch(self._order.argv)
+        except StartFailed as failure:
+            self._tell(f"failed {failure}")
+            return
+        self._tell(f"started {self._pid} {start_ticks(self._pid)}")
+        self._keep()
+
+    def _become(self, argv: list[str], keeper_pid: int, error_fd: int) -> None:
+        """It leads a session of its own."""
+        place = argv[0]
+        try:
+            os.setsid()
+            stop_ignoring_signals()
+            end_with(keeper_pid)
+            if self._order.cwd:
+                place = self._order.cwd
+                os.chdir(self._order.cwd)
+                place = argv[0]
+            os.execvpe(argv[0], argv, self._order.env)
+        except OSError as error:
+            os.write(error_fd, os.fsencode(f"{error.strerror}: {place!r}"))
+        except BaseException as error:
+            os.write(error_fd, os.fsencode(f"{error}: {place!r}"))
+
+    # --- what the gateway says ---------------------------------------------------------------------------------------
+
+    def _hear(self, received: bytes) -> None:
+        if not received:
+            self._end_tree(TREE_TERM_S)
+            return
+        *lines, self._unread = (self._unread + received).split(b"\n")
+        for line in lines:
+            self._obey(line.decode().split())
+
+    def _obey(self, words: list[str]) -> None:
+        if words[0] == "stop":
+            self._stop_engine(float(words[1]))
+        elif words[0] == "kill":
+            self._kill_at = 0.0
+
+    # --- the ladder --------------------------------------------------------------------------------------------------
+
+    def _stop_engine(self, term_s: float) -> None:
+        """Ask the engine to stop; kill the tree after `term_s`. If called again, the nearer deadline counts."""
+        self._kill_at = min(self._kill_at, time.monotonic() + term_s)
+        if self._is_ending or not self._pid:
+            return
+        self._is_ending = True
+        if not self._run_stop_command():
+            self._term_engine()
+
+    def _run_stop_command(self) -> bool:
+        argv = [word.replace("${PID}", str(self._pid)) for word in self._order.stop_argv]
+        if not argv:
+            return False
+        try:
+            self._stop_pid = self._launch(argv)
+        except StartFailed as failure:
+            print(f"greenroom: the stop command could not be started: {failure}", file=sys.stderr, flush=True)
+        return bool(self._stop_pid)
+
+    def _term_engine(self) -> None:
+        # It leads a session and so a process group, and it is not reaped yet, so its pid cannot have been reused.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGTERM)
+
+    # --- children that ended -----------------------------------------------------------------------------------------
+
     def _note_end(self, pid: int, code: int) -> None:
-        if pid == self._engine_pid:
-            self._engine_pid = 0
-            self._tell(f"exited {code}" if code >= 0 else f"signalled {-code}")
+        if pid == self._pid:
+            self._pid = 0
+            self._tell_end(code)
             self._end_tree(TREE_TERM_S)
         elif pid == self._stop_pid:
             self._stop_pid = 0
             # A stop command that failed has not stopped the engine.
-            if code != 0 and self._engine_pid:
+            if code != 0 and self._pid:
                 self._term_engine()
 
 
-# --- starting a program ---------------------------------------------------------------------------------------------
-
-
-def launch(argv: list[str], env: dict[str, str], cwd: str) -> int:
-    """Run `argv` in a session of its own and return its pid once exec has succeeded. Raises StartFailed."""
-    error_read, error_write = os.pipe()
-    keeper_pid = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        become(argv, env, cwd, keeper_pid, error_write)
-    os.close(error_write)
-    # The writing end closes on exec: no bytes means that the program runs.
-    with open(error_read, "rb") as errors:
-        failure = os.fsdecode(errors.read())
-    if failure:
-        os.waitpid(pid, 0)
-        raise StartFailed(failure)
-    return pid
-
-
-def become(argv: list[str], env: dict[str, str], cwd: str, keeper_pid: int, error_fd: int) -> NoReturn:
-    """In the forked child: exec the program, or write to `error_fd` why not."""
-    place = argv[0]
-    try:
-        os.setsid()
-        stop_ignoring_signals()
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        # The second line of defence: kill it if the keeper dies. No effect if the keeper is already dead.
-        set_for_this_process(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper_pid:
-            os._exit(127)
-        if cwd:
-            place = cwd
-            os.chdir(cwd)
-            place = argv[0]
-        os.execvpe(argv[0], argv, env)
-    except OSError as error:
-        os.write(error_fd, os.fsencode(f"{error.strerror}: {place!r}"))
-    except BaseException as error:
-        os.write(error_fd, os.fsencode(f"{error}: {place!r}"))
-    finally:
+def end_with(keeper_pid: int) -> None:
+    """Second line of defence of a forked child: it is killed if the keeper dies, or ends here if that is dead."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    set_for_this_process(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != keeper_pid:
         os._exit(127)
 
 
@@ -300,9 +326,9 @@ def signal_exactly(pid: int, ticks: int, number: signal.Signals) -> None:
 # --- the program ----------------------------------------------------------------------------------------------------
 
 
-def wake_at_signals() -> int:
-    """Ignore signals meant for the gateway; return a descriptor that becomes readable when a child ends."""
-    for number in DEAF_TO:
+def wake_at_signals(deaf_to: tuple[signal.Signals, ...]) -> int:
+    """Ignore these signals; return a descriptor that becomes readable when a child ends."""
+    for number in deaf_to:
         signal.signal(number, signal.SIG_IGN)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_read, False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 LINES_MAX = 2000
@@ -59,7 +59,7 @@ class LogRing:
 
     def subscribe(self) -> Subscription:
         """Every line from now on. The caller closes it."""
-        subscription = Subscription(self._subscriptions.discard)
+        subscription = Subscription(self._subscriptions)
         self._subscriptions.add(subscription)
         return subscription
 
@@ -129,13 +129,14 @@ class SharedLog(LogRing):
 class Subscription:
     """An async iterator over lines for one reader. Holds at most `UNREAD_LINES_MAX`, then forgets the oldest."""
 
-    def __init__(self, forget: Callable[[Subscription], None]) -> None:
+    def __init__(self, among: set[Subscription]) -> None:
+        """`among` are all of one ring."""
         self.dropped = 0
-        self._forget = forget
+        self._among = among
         self._unread: deque[bytes] = deque()
         self._dropped_untold = 0
         self._is_finished = False
-        self._wake: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
 
     def __aiter__(self) -> Subscription:
         return self
@@ -144,7 +145,8 @@ class Subscription:
         while not self._unread:
             if self._is_finished:
                 raise StopAsyncIteration
-            await self._wait()
+            self._news.clear()
+            await self._news.wait()
         if self._dropped_untold:
             dropped, self._dropped_untold = self._dropped_untold, 0
             return f"[{dropped} lines dropped: the reader was too slow]"
@@ -157,29 +159,18 @@ class Subscription:
             self.dropped += 1
             self._dropped_untold += 1
         self._unread.append(line)
-        self._wake_up()
+        self._news.set()
 
     def finish(self) -> None:
         """No more lines: the reader gets the unread ones, then the end."""
         self._is_finished = True
-        self._forget(self)
-        self._wake_up()
+        self._among.discard(self)
+        self._news.set()
 
     def close(self) -> None:
         """Stop at once, from any task. May be called again."""
         self._unread.clear()
         self.finish()
-
-    async def _wait(self) -> None:
-        self._wake = asyncio.get_running_loop().create_future()
-        try:
-            await self._wake
-        finally:
-            self._wake = None
-
-    def _wake_up(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
 
 
 def _text(line: bytes) -> str:

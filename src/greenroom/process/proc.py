@@ -245,9 +245,8 @@ def _read_table(name: str, family: socket.AddressFamily, port: int) -> Iterator[
 
 def _address(family: socket.AddressFamily, words: str) -> str:
     """The table prints addresses as 32-bit words in the machine's own byte order."""
-    order: Callable[[bytes], bytes] = (lambda word: word[::-1]) if sys.byteorder == "little" else bytes
-    raw = bytes.fromhex(words)
-    return socket.inet_ntop(family, b"".join(order(raw[at : at + 4]) for at in range(0, len(raw), 4)))
+    raw, step = bytes.fromhex(words), -1 if sys.byteorder == "little" else 1
+    return socket.inet_ntop(family, b"".join(raw[at : at + 4][::step] for at in range(0, len(raw), 4)))
 
 
 def _sockets(pid: int) -> frozenset[int] | None:

@@ -122,9 +122,9 @@ class Child:
         """Start a keeper and wait until it runs the command, or `failure` says why not. Called once, by `spawn`."""
         try:
             order = _encode(command, self._identity)
-            self._link = open_link(order, self._identity, self.log, self._on_report, self._on_gone)
+            self._link = open_link(order, self._identity, self)
         except BaseException:
-            self._on_gone(ended_well=True)
+            self.keeper_ended(is_well=True)
             raise
         await asyncio.shield(self._begun)
 
@@ -141,7 +141,8 @@ class Child:
 
     # --- what the keeper says ----------------------------------------------------------------------------------------
 
-    def _on_report(self, words: list[str]) -> None:
+    def reported(self, words: list[str]) -> None:
+        """One line of the keeper."""
         match words:
             case ["started", pid, start_ticks]:
                 self.pid, self.start_ticks = int(pid), int(start_ticks)
@@ -163,7 +164,8 @@ class Child:
             self._loop.call_soon(callback, exit)
         self._callbacks.clear()
 
-    def _on_gone(self, ended_well: bool) -> None:
+    def keeper_ended(self, is_well: bool) -> None:
+        """Called last and once. A keeper exits by itself, which `is_well`, only after the whole tree has ended."""
         self._link = None
         if self._overdue is not None:
             self._overdue.cancel()
@@ -172,7 +174,7 @@ class Child:
             self._begun.set_result(None)
         if self.exit is None:
             self._finish(Exit(None, None))
-        if ended_well:
+        if is_well:
             self._gone.set_result(None)
         else:
             # The engine has a parent-death signal; processes below it do not.
@@ -255,30 +257,18 @@ DRAIN_BYTES_MAX = 1024 * 1024
 # Keepers that are not reaped yet. `orphans.collect` must leave these alone.
 keepers: set[int] = set()
 
-Report = Callable[[list[str]], None]
-Gone = Callable[[bool], None]
-
 
 class KeeperLink:
-    """One running keeper. `on_report` gets each of its lines as words. `on_gone` is called last and once, with True if
-    the keeper exited by itself, which it does only after the whole tree has ended."""
+    """One running keeper. The child is told what it says, and its end."""
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        fds: tuple[int, int, int],
-        log: LogRing,
-        on_report: Report,
-        on_gone: Gone,
-    ) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], fds: tuple[int, int, int], child: Child) -> None:
         self.pid = process.pid
         keepers.add(process.pid)
         self._process = process
         self._control_fd, self._status_fd, self._log_fd = fds
         self._pidfd = os.pidfd_open(process.pid)
-        self._log = log
-        self._on_report = on_report
-        self._on_gone = on_gone
+        self._child = child
+        self._log = child.log
         self._unread = b""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._status_fd, self._read_status)
@@ -323,11 +313,11 @@ class KeeperLink:
             self._status_fd = self._close(self._status_fd)
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
-            self._on_report(os.fsdecode(line).split(" "))
+            self._child.reported(os.fsdecode(line).split(" "))
 
     def _collect(self) -> None:
         """The keeper has ended: read its last lines, reap it, release everything."""
-        ended_well = self._process.wait() == 0
+        is_well = self._process.wait() == 0
         keepers.discard(self.pid)
         if self._status_fd >= 0:
             self._read_status()
@@ -336,7 +326,7 @@ class KeeperLink:
         for fd in (self._control_fd, self._status_fd, self._log_fd, self._pidfd):
             self._close(fd)
         self._control_fd = self._status_fd = self._log_fd = self._pidfd = -1
-        self._on_gone(ended_well)
+        self._child.keeper_ended(is_well)
 
     def _close(self, fd: int) -> int:
         if fd >= 0:
@@ -345,7 +335,7 @@ class KeeperLink:
         return -1
 
 
-def open_link(order: bytes, identity: str, log: LogRing, on_report: Report, on_gone: Gone) -> KeeperLink:
+def open_link(order: bytes, identity: str, child: Child) -> KeeperLink:
     """Start a keeper with this order; blocks for about a millisecond. Raises OSError if no process can be created."""
     # Never fork in a worker thread: the parent-death signal fires when the forking thread ends.
     if threading.current_thread() is not threading.main_thread():
@@ -359,7 +349,7 @@ def open_link(order: bytes, identity: str, log: LogRing, on_report: Report, on_g
         for fd in (control_write, status_read, log_read):
             os.set_blocking(fd, False)
         process = _start_keeper(order_fd, log_write, control_read, status_write, identity)
-        link = KeeperLink(process, (control_write, status_read, log_read), log, on_report, on_gone)
+        link = KeeperLink(process, (control_write, status_read, log_read), child)
         ours.pop_all()
     return link
 

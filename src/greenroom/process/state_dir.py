@@ -13,10 +13,10 @@ import re
 import secrets
 import shutil
 import stat
-import tempfile
 from pathlib import Path
 
 from greenroom import errors
+from greenroom.base.plain_file import replace_file
 from greenroom.config.problems import OTHER_FILES, holds_other_files, known_state_id, of_wrong_kind
 
 # The kernel's limit on the path of a Unix socket, without its final zero byte.
@@ -151,22 +151,8 @@ def _read_or_make_id(path: Path) -> str:
     if known := known_state_id(path):
         return known
     made = secrets.token_hex(8)
-    _write_whole(path, made + "\n")
+    replace_file(path, made + "\n")
     return made
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write atomically: after a crash there is the old file or the new one."""
-    fresh_fd, fresh_path = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with open(fresh_fd, "w", encoding="ascii") as fresh:
-            fresh.write(text)
-            fresh.flush()
-            os.fsync(fresh.fileno())
-        Path(fresh_path).replace(path)
-    except BaseException:
-        Path(fresh_path).unlink(missing_ok=True)
-        raise
 
 
 def _make_run_dir(path: Path, name: str) -> Path:

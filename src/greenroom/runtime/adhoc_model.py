@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from greenroom.errors import BadRequest, TooManyModels
 from greenroom.library.library import Library
 from greenroom.library.records import ENGINE_OF_KIND, LibraryRecord
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.known_models import KnownModels
+from greenroom.runtime.known_models import Asker, KnownModels
 from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.telemetry.logs import get_logger
 
@@ -112,7 +112,7 @@ def model_of(
     try:
         return Model.model_validate(said)
     except ValidationError as error:
-        raise BadRequest(_why(error, engine), param=_param(error)) from None
+        raise _not_taken(error, engine) from None
 
 
 def _memory(engine: str, options: ModelOptions, usable_mib: Mapping[DeviceId, int], vllm: Vllm) -> dict[str, int]:
@@ -129,18 +129,13 @@ def _memory(engine: str, options: ModelOptions, usable_mib: Mapping[DeviceId, in
     return {} if share is None else {key: max(1, int(share * largest))}
 
 
-def _why(error: ValidationError, engine: str) -> str:
+def _not_taken(error: ValidationError, engine: str) -> BadRequest:
     first = error.errors(include_url=False)[0]
     problems = first.get("ctx", {}).get("problems") or ()
     said = "; ".join(str(problem.message) for problem in problems) or first["msg"]
-    return f"{engine} does not take what was asked for: {said}."
-
-
-def _param(error: ValidationError) -> str | None:
-    first = error.errors(include_url=False)[0]
-    problems = first.get("ctx", {}).get("problems") or ()
     where = problems[0].where if problems else first["loc"]
-    return str(where[0]) if where else None
+    param = str(where[0]) if where else None
+    return BadRequest(f"{engine} does not take what was asked for: {said}.", param=param)
 
 
 # --- which of them are remembered -----------------------------------------------------------------------------------
@@ -195,11 +190,11 @@ class AdhocModels:
         # By the path that their names lead to: every name of a model means the same.
         self._orders: dict[str, Order] = {}
 
-    def named(self, name: str, options: ModelOptions, sees: Callable[[str], bool]) -> Entry | None:
+    def named(self, name: str, options: ModelOptions, asker: Asker) -> Entry | None:
         """The model that was found by this name and with these options; None if it is not remembered."""
         for is_completed in (True, False):
             meant = self._names.get((name, replace(options, ttl_s=None), is_completed))
-            if meant and (self.order_for(name, meant.home, options, sees) is not None) is is_completed:
+            if meant and (self.order_for(name, meant.home, options, asker) is not None) is is_completed:
                 return self._catalog.find(meant.model)
         return None
 
@@ -261,11 +256,11 @@ class AdhocModels:
     def order_at(self, home: str) -> Order | None:
         return self._orders.get(home)
 
-    def order_for(self, name: str, home: str, options: ModelOptions, sees: Callable[[str], bool]) -> Order | None:
+    def order_for(self, name: str, home: str, options: ModelOptions, asker: Asker) -> Order | None:
         """The order that completes these options for a caller that sees these models. One that chose another file holds
         for its own name only: other names say which file they mean."""
         order = self._orders.get(home)
-        if order is None or options.is_order or not sees(order.base_id):
+        if order is None or options.is_order or not asker.sees(order.base_id):
             return None
         chosen = self._library.find(order.base_id)
         is_here = order.options.quantization is None or (chosen is not None and chosen.path == home)
@@ -275,12 +270,12 @@ class AdhocModels:
     def orders_of(self, models: Collection[ModelId]) -> list[Order]:
         return [order for order in self._orders.values() if order.model in models]
 
-    def order_of(self, name: str, options: ModelOptions, sees: Callable[[str], bool]) -> Order | None:
+    def order_of(self, name: str, options: ModelOptions, asker: Asker) -> Order | None:
         """The order that a load gives by this name, which was looked up; None if it says nothing or is configured. It
         does not stand instead of one that its caller does not see."""
         meant = self._names.get((name, replace(options, ttl_s=None), False))
         before = None if meant is None else self._orders.get(meant.home)
-        if meant is None or not options.is_order or (before is not None and not sees(before.base_id)):
+        if meant is None or not options.is_order or (before is not None and not asker.sees(before.base_id)):
             return None
         entry = self._catalog.find(meant.model)
         return Order(name, options, meant.model, name if entry is None else entry.base_id, meant.home)

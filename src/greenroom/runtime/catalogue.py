@@ -323,7 +323,8 @@ class Catalog:
             **split_keys(facts),
             sizes_itself=facts.sizes_itself,
             concurrency=engine.concurrency(model),
-            priority=priority_number(model.priority),
+            # Lower goes first.
+            priority=PRIORITY_NAMES[model.priority] if isinstance(model.priority, str) else model.priority,
             ttl_s=ttl_s_of(model, shared.stay_warm),
             grace_s=model.grace_s,
             pinned=model.pinned or facts.is_remote,
@@ -383,8 +384,3 @@ def _as_before(made: Entry, old: Entry) -> Entry:
     )
     as_before = replace(made, base_id=old.base_id, asked_as=old.asked_as, is_adhoc=True)
     return replace(as_before, version=old.version, spec=spec)
-
-
-def priority_number(priority: str | int) -> int:
-    """Lower goes first: high 0, normal 1, low 2; other numbers as they are."""
-    return priority if isinstance(priority, int) else PRIORITY_NAMES[priority]

@@ -42,10 +42,9 @@ class LeaseEffects(Protocol):
 class AsyncEffects:
     """Made in two steps, because the scheduler needs its effects and they need to post back to it."""
 
-    def __init__(self, slots: LiveSlots, observer: Observer, clock: Callable[[], float]) -> None:
+    def __init__(self, slots: LiveSlots, observer: Observer) -> None:
         self._slots = slots
         self._observer = observer
-        self._clock = clock
         self._timers: dict[Timer, asyncio.TimerHandle] = {}
         self.operations: dict[OpId, asyncio.Future[OpOutcome]] = {}
 
@@ -68,7 +67,7 @@ class AsyncEffects:
         if ticket is None:
             self._leases.granted(LeaseId(request), slot)
         else:
-            ticket.grant(self._slots.live[slot], self._clock())
+            ticket.grant(self._slots.live[slot], self._loop.clock())
 
     def reject(self, request: RequestId | LeaseId, rejection: Rejection, reason: Reason) -> None:
         self._observer.rejected(request, rejection, reason)
@@ -97,7 +96,7 @@ class AsyncEffects:
             future.set_result(outcome)
 
     def recall(self, lease: LeaseId, deadline: float, reason: Reason) -> None:
-        self._observer.recalled(lease, deadline - self._clock(), reason)
+        self._observer.recalled(lease, deadline - self._loop.clock(), reason)
         self._leases.recalled(lease, deadline)
 
     def set_timer(self, timer: Timer, at: float | None, reason: Reason) -> None:
@@ -111,7 +110,7 @@ class AsyncEffects:
     def _fire(self, timer: Timer, at: float) -> None:
         """Timers round to milliseconds and may be early: the event never has a time before `at`."""
         self._timers.pop(timer, None)
-        self._loop.post(TimerFired(max(self._clock(), at), timer))
+        self._loop.post(TimerFired(max(self._loop.clock(), at), timer))
 
     def close(self) -> None:
         for handle in self._timers.values():

@@ -20,18 +20,18 @@ from greenroom.library.library import Library
 from greenroom.runtime.catalogue import Draft
 from greenroom.runtime.known_models import KnownModels
 from greenroom.runtime.memory.memory import Memory
-from greenroom.runtime.moves.moves import Moves
+from greenroom.runtime.moves.mover import Mover
 from greenroom.runtime.record.learned import LearnedTimes
 from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.shell import Shell
 
 
 class Models(Part):
-    def __init__(self, shell: Shell, memory: Memory, moves: Moves, library: Library) -> None:
+    def __init__(self, shell: Shell, memory: Memory, mover: Mover, library: Library) -> None:
         self._shell = shell
         self._memory = memory
         self.learned = LearnedTimes(shell.state_dir.path, shell.loop, shell.catalog)
-        self.known = KnownModels(shell.catalog, shell.loop, shell.slots, moves.mover.failures)
+        self.known = KnownModels(shell.catalog, shell.loop, shell.slots, mover.failures)
         self.resolver = Resolver(shell.catalog, library, shell.live, self.known, self.learned)
         library.follower = self.resolver.adhoc
 

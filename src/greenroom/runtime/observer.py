@@ -44,13 +44,12 @@ class Observer:
         hub: Hub,
         metrics: Metrics,
         wall: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.hub = hub
         self.metrics = metrics
         self._wall = wall
         self._numbers = itertools.count(1)
-        self.residency = Residency(wall, clock)
+        self.residency = Residency(wall, time.monotonic)
         # Moves under way, to name the model of an abort.
         self._moving: dict[MoveId, Move] = {}
         self._of_models: deque[Decision] = deque(maxlen=DECISIONS_MAX)
@@ -333,7 +332,7 @@ class EventSubscription(AsyncIterator[Event]):
         self._missed = 0
         self._last_missed_id = 0
         self._finished = False
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
 
     def __enter__(self) -> Self:
         return self
@@ -351,7 +350,8 @@ class EventSubscription(AsyncIterator[Event]):
     async def several(self, at_most: int) -> list[Event]:
         """The next event and those that already follow it; none at the end."""
         while not (self._missed or self._queue or self._finished):
-            await self._something()
+            self._news.clear()
+            await self._news.wait()
         events = [self._take_missed()] if self._missed else []
         while self._queue and len(events) < at_most:
             events.append(self._queue.popleft())
@@ -369,33 +369,22 @@ class EventSubscription(AsyncIterator[Event]):
         if len(self._queue) >= self._queue_max:
             self.miss(1, self._queue.popleft().id)
         self._queue.append(event)
-        self._wake()
+        self._news.set()
 
     def miss(self, count: int, last_id: int) -> None:
         """For the hub: this many events before those in the queue are lost."""
         if count > 0:
             self._missed += count
             self._last_missed_id = last_id
-            self._wake()
+            self._news.set()
 
     def finish(self) -> None:
         """For the hub: nothing more will come."""
         self._finished = True
-        self._wake()
+        self._news.set()
 
     def _take_missed(self) -> Event:
         # It carries the id of the last event lost, so that resuming after it does not lose or repeat any.
         event = Event(self._last_missed_id, DROPPED, {"count": self._missed})
         self._missed = 0
         return event
-
-    async def _something(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

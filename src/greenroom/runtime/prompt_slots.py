@@ -42,7 +42,8 @@ class PromptCacheSlots:
         self.is_open = True
         # Those that wait for a place, first come, first served: else one that needs all slots might never get them.
         self._line: deque[object] = deque()
-        self._changed: asyncio.Future[None] | None = None
+        # A request is over, or has stopped waiting.
+        self._changed = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._owners)
@@ -57,11 +58,12 @@ class PromptCacheSlots:
         self._line.append(turn)
         try:
             while self._line[0] is not turn or (pin := self._pin(owner, spreads)) is None:
-                await self._change()
+                self._changed.clear()
+                await self._changed.wait()
             return pin
         finally:
             self._line.remove(turn)
-            self._tell()
+            self._changed.set()
 
     def _pin(self, owner: Owner, spreads: bool) -> CachePin | None:
         if self.is_sole(owner):
@@ -112,18 +114,7 @@ class PromptCacheSlots:
         else:
             for index in (pin.index, *pin.erase):
                 self._is_busy[index] = False
-        self._tell()
-
-    def _tell(self) -> None:
-        changed, self._changed = self._changed, None
-        if changed is not None and not changed.done():
-            changed.set_result(None)
-
-    async def _change(self) -> None:
-        """Wait until a request is over or has stopped waiting."""
-        if self._changed is None:
-            self._changed = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._changed)
+        self._changed.set()
 
     def forget(self, is_meant: Callable[[str, str], bool]) -> list[int]:
         """Let no request reuse prompts of these owners, by tenant and tag. Returns the slots that held some."""

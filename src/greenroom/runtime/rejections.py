@@ -106,7 +106,10 @@ class RejectionErrors:
             case RejectCode.TOO_LARGE:
                 return self._too_large(rejection)
             case RejectCode.EXCLUDED:
-                return _excluded(rejection)
+                return Excluded(
+                    f"scheduler.company does not let {model} be ready beside {', '.join(rejection.beside)} (pinned). "
+                    "Unpin or unload what is in the way, or change the rules."
+                )
             case RejectCode.UNLOADED:
                 return Unloaded(f"{model} was unloaded by an operator; ask again to load it.", retry_after_s=1.0)
             case RejectCode.EXPIRED:
@@ -214,13 +217,6 @@ def _too_large(rejection: Rejection, whole: str) -> TooLarge:
         f"{rejection.model} needs {rejection.needs_mib:,} MiB; at most {rejection.free_mib:,}{of} MiB can be made free"
         f"{_held(rejection)}.{whole} Lower ctx_size or memory_mib, {unpin}or give it more devices.",
         beside=_numbers(rejection),
-    )
-
-
-def _excluded(rejection: Rejection) -> Excluded:
-    return Excluded(
-        f"scheduler.company does not let {rejection.model} be ready beside {', '.join(rejection.beside)} (pinned). "
-        "Unpin or unload what is in the way, or change the rules."
     )
 
 

@@ -7,8 +7,7 @@ import asyncio
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from greenroom.base.detached import run_detached
 from greenroom.base.names import public_name
@@ -29,9 +28,8 @@ from greenroom.runtime.adhoc_model import (
     model_of,
 )
 from greenroom.runtime.catalogue import Catalog, Entry
-from greenroom.runtime.known_models import KnownModels, TenantModels
+from greenroom.runtime.known_models import OPERATOR, Asker, KnownModels, RemoteNames, TenantModels
 from greenroom.runtime.record.learned import LearnedTimes
-from greenroom.runtime.remote.names import RemoteNames
 from greenroom.telemetry.logs import get_logger
 
 _log: Final = get_logger("models")
@@ -41,32 +39,6 @@ LOOKS_MAX: Final = 8
 LOOK_MAX_S: Final = 30.0
 # Looks for one request, where models leave as soon as they are found.
 TRIES_MAX: Final = 4
-
-
-class Asker(Protocol):
-    """The caller that a model is looked up for. Hashable."""
-
-    @property
-    def tenant(self) -> str | None: ...
-
-    @property
-    def may_ask_remote(self) -> bool: ...
-
-    def sees(self, model: str) -> bool:
-        """False if this model must look as if it did not exist; by its id, for ad-hoc models that of the library."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Operator:
-    tenant: str | None = None
-    may_ask_remote: bool = True
-
-    def sees(self, model: str) -> bool:
-        return True
-
-
-OPERATOR: Final[Asker] = _Operator()
 
 
 class NeedsDiskLookup(Exception):
@@ -137,7 +109,7 @@ class Resolver:
             self._expect_version(name, asker)
         if not self.takes_options:
             raise ModelNotFound.named(name)
-        entry = self.adhoc.named(name, options, asker.sees)
+        entry = self.adhoc.named(name, options, asker)
         if entry is None or not asker.sees(entry.base_id) or not self.adhoc.is_current(entry):
             raise NeedsDiskLookup(name, options, asker)
         return self.adhoc.used(entry, name, options, asker.tenant)
@@ -179,7 +151,7 @@ class Resolver:
     async def _look(self, name: str, options: ModelOptions, asker: Asker) -> Entry:
         async with self._looks:
             record, dtype = await self._located(name, options, asker), None
-            home, order = record.path, self.adhoc.order_for(name, record.path, options, asker.sees)
+            home, order = record.path, self.adhoc.order_for(name, record.path, options, asker)
             wanted = options if order is None else options.over(order.options)
             if wanted.quantization is not None:
                 seen = [one for one in self._library.records if asker.sees(one.id)]
@@ -196,7 +168,7 @@ class Resolver:
             while entry is None:
                 model_id = self.adhoc.id_for(record, model)
                 entry = self.adhoc.find(model_id) or await self._added(name, record, model_id, model, asker)
-        if self.adhoc.order_for(name, home, options, asker.sees) is order:
+        if self.adhoc.order_for(name, home, options, asker) is order:
             self.adhoc.remember(name, options, entry.id, home, is_completed=order is not None)
         return self.adhoc.used(entry, name, options, asker.tenant)
 
@@ -247,7 +219,7 @@ class Resolver:
             raise _not_found(name, f"No model is configured by this name, and none is on disk below {roots}.")
         if record is not None:
             return record
-        order = self.adhoc.order_for(name, path, options, asker.sees)
+        order = self.adhoc.order_for(name, path, options, asker)
         wanted = options if order is None else options.over(order.options)
         if wanted.backend is None:
             _expect_whole(path, library.problems)

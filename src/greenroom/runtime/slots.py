@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
@@ -17,12 +17,10 @@ from greenroom.http.upstream import Pool
 from greenroom.process.logs import LogRing
 from greenroom.process.spawn import Child
 from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.moves.admission import Starting
 from greenroom.runtime.prompt_slots import PromptCacheSlots
 from greenroom.runtime.remote.spending import SpendingMeter
 from greenroom.telemetry.logs import get_logger
-
-if TYPE_CHECKING:
-    from greenroom.runtime.moves.starting import Starting
 
 # A broken connection is often the first sign of a dead process; its exit is seen within this time, or it lives.
 EXIT_FOLLOWS_S: Final = 0.5
@@ -47,7 +45,7 @@ class _Erased(msgspec.Struct):
 class LiveSlot:
     __slots__ = (
         "_check",
-        "_others_answer",
+        "_slots",
         "_stop",
         "call",
         "child",
@@ -76,7 +74,7 @@ class LiveSlot:
         remote: RemoteEndpoint | None = None,
         meter: SpendingMeter | None = None,
         stop: Callable[[], Awaitable[object]] | None = None,
-        others_answer: Callable[[], bool] = lambda: False,
+        slots: LiveSlots | None = None,
     ) -> None:
         self.id = slot
         self.entry = entry
@@ -85,8 +83,8 @@ class LiveSlot:
         self.remote = remote
         # Ends its process, which is then reported as lost; None if it has none.
         self._stop = stop
-        # True while another slot of its process answers.
-        self._others_answer = others_answer
+        # Of these, others may share its process; None if it has one of its own.
+        self._slots = slots
         # Counts what it costs; None if nothing is known of that.
         self.meter = meter
         self.pool = pool
@@ -186,7 +184,8 @@ class LiveSlot:
         while not await _has_ended(child, wait_s):
             if not await self.pool.refuses():
                 return
-            refusals = 0 if self.pool.busy_count or self._others_answer() else refusals + 1
+            answers = self.pool.busy_count or (self._slots is not None and self._slots.answers(child))
+            refusals = 0 if answers else refusals + 1
             if refusals == REFUSALS_MAX:
                 _log.warning("an engine accepts no connections and is ended", model=self.entry.id, slot=self.id)
                 await stop()

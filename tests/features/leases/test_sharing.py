@@ -30,7 +30,7 @@ from greenroom.errors import StoreDown
 from greenroom.features.leases.holders import Recalls
 from greenroom.features.leases.sharing import Sharing
 from greenroom.leases.records import Lease, LeaseAsk
-from greenroom.leases.shared.store import Membership, PublishReply, SlotAsk
+from greenroom.leases.shared.stored import Membership, PublishReply, SlotAsk
 from greenroom.runtime.memory.readings import GpuReading, HostReading, Reading
 from greenroom.runtime.moves.admission import NoGrant
 from greenroom.runtime.observer import Hub
@@ -312,7 +312,7 @@ async def test_an_outage_is_told_once_at_its_beginning_and_once_at_its_end(rig: 
     try:
         assert rig.state.store_is_down and rig.sharing.failure is not None
         rig.is_down = False
-        rig.sharing.hurry()
+        rig.sharing.heartbeat.hurry()
         await until(lambda: rig.sharing.failure is None, "it is heard of")
         assert not rig.state.store_is_down
         assert [facts["up"] for what, facts in rig.told if what == "lease_store"] == [False, True]
@@ -362,11 +362,11 @@ async def test_what_hurries_while_leases_are_read_is_looked_at_with_the_next_bea
         nonlocal reads
         reads += 1
         if reads == 1:
-            rig.sharing.hurry()
+            rig.sharing.heartbeat.hurry()
         return await leases()
 
     rig.store.leases = read_and_hurry  # type: ignore[method-assign]
-    rig.sharing.hurry()
+    rig.sharing.heartbeat.hurry()
     for _ in range(3):
         await rig.beat()
     assert reads == 2, "once for each call that hurried, though the store has nothing new"
@@ -383,7 +383,7 @@ async def test_leases_that_could_not_be_read_are_read_with_the_next_beat(rig: Ri
         return await leases()
 
     rig.store.leases = fail_once  # type: ignore[method-assign]
-    rig.sharing.hurry()
+    rig.sharing.heartbeat.hurry()
     with pytest.raises(RuntimeError):
         await rig.beat()
     await rig.beat()

@@ -190,7 +190,7 @@ async def test_a_sleeper_gives_its_gpu_to_the_store_and_a_wake_takes_it_again(
         assert (await in_store(one))["alpha"].claim[A] >= 6_000
         os.kill(worker_of(one, "alpha"), signal.SIGKILL)
         await until_in(one, "alpha", Tier.ASLEEP)
-        await one.mover.cleaned_up()
+        await one.mover.cleanup.finished()
         assert "alpha" not in await in_store(one)
         await move(one, MoveKind.UNLOAD, "alpha")
         await until(lambda: not one.hosted_slots.workers, "nothing is left")

@@ -17,7 +17,7 @@ from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
 from greenroom.errors import LeaseDenied
 from greenroom.leases.shared.redis_store import RedisStore
-from greenroom.leases.shared.store import SlotAsk
+from greenroom.leases.shared.stored import SlotAsk
 from tests.integration.facts import is_ready, pids
 from tests.integration.leases.trainer import trainer
 from tests.integration.leases.two_gateways_chaos import ANSWERS, WAITS, Chaos

@@ -103,7 +103,7 @@ def replayed(events: Sequence[Event]) -> list[Asked]:
     """What a fresh scheduler asks for when it is told these events."""
     asked: list[Asked] = []
     recorder = cast(EventRecorder, SimpleNamespace(add=asked.append))
-    scheduler = DefaultScheduler(WatchedEffects(cast(Effects, Nothing()), recorder))
+    scheduler = DefaultScheduler(cast(Effects, WatchedEffects(cast(Effects, Nothing()), recorder)))
     for event in events:
         scheduler.handle(event)
     return asked

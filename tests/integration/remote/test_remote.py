@@ -11,7 +11,7 @@ import pytest
 
 from greenroom.app import App
 from greenroom.core.model import ModelId, Tier
-from greenroom.runtime.remote.names import RemoteNames
+from greenroom.runtime.known_models import RemoteNames
 from tests.harness import fake, gateway, url, write_config
 from tests.integration.raw import CHAT, asking, chat, http
 from tests.later import Later

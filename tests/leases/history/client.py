@@ -17,8 +17,7 @@ from pathlib import Path
 from greenroom.errors import LeaseDenied, LeaseLost, StoreDown
 from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.leases.shared.redis_store import RedisStore
-from tests.leases.history.events import Event, Log
-from tests.leases.history.setting import DEVICES, GPU_MIB, HOST
+from tests.leases.history.events import DEVICES, GPU_MIB, HOST, Event, Log
 
 HANDS = 2
 # Sent to a program, it holds its interpreter for so many TTLs in one call of C: neither its loop nor a thread runs.

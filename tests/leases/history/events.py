@@ -11,6 +11,11 @@ import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+# What the programs share: one host, two GPUs.
+HOST = "box"
+GPU_MIB = 10_000
+DEVICES = {"gpu0": GPU_MIB, "gpu1": GPU_MIB}
+
 
 @dataclass(frozen=True, slots=True)
 class Event:

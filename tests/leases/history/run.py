@@ -24,10 +24,9 @@ from greenroom.leases.records import Lease, LeaseAsk
 from greenroom.leases.shared.redis_store import RedisStore
 from tests.leases.history import checker
 from tests.leases.history.client import BUSY
-from tests.leases.history.events import Event, Log, read
+from tests.leases.history.events import DEVICES, GPU_MIB, HOST, Event, Log, read
 from tests.leases.history.nemesis import Nemesis
 from tests.leases.history.proxy import Proxy
-from tests.leases.history.setting import DEVICES, GPU_MIB, HOST
 from tests.redis_server import RedisServer, redis_server
 
 CLIENTS = 8

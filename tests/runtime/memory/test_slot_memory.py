@@ -19,9 +19,10 @@ from greenroom.core.scheduler import DefaultScheduler
 from greenroom.errors import ProbeFailed
 from greenroom.runtime.catalogue import Catalog, Entry
 from greenroom.runtime.memory.devices import HOST
+from greenroom.runtime.memory.memory import EVERY_S, Growth
 from greenroom.runtime.memory.needs import Needs
 from greenroom.runtime.memory.slot_memory import SlotMemory
-from greenroom.runtime.memory.watch import EVERY_S, Growth, MemoryWatch
+from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.slots import LiveSlot, LiveSlots
 from greenroom.runtime.timeouts import MemoryTimeouts
@@ -294,7 +295,7 @@ class Growing:
         self.slots.live[S] = cast(LiveSlot, FakeLive())
         watch = cast(MemoryWatch, SimpleNamespace(peak_of=lambda slot: self.peaks.get(slot, {})))
         loop = cast(SchedulerLoop, SimpleNamespace(clock=lambda: self.now))
-        self.growth = Growth(self.slots, watch, self, loop)
+        self.growth = Growth(self.slots, watch, cast(SlotMemory, self), loop)
 
     def grew(self, slot: SlotId, entry: Entry) -> None:
         self.written.append((slot, str(entry)))

@@ -11,11 +11,12 @@ from typing import Any, cast
 import pytest
 
 from greenroom.errors import NotFound, OperationsFull, OperationStoreFull, ResultTooLarge, TooManyUnfinished
+from greenroom.runtime.clocks import BELIEVED_AFTER_S
+from greenroom.runtime.observer import Hub
 from greenroom.runtime.operations import files
 from greenroom.runtime.operations.facts import end_with, facts_of
 from greenroom.runtime.operations.files import Operation, OperationError, OperationFiles, OperationKind, OperationStatus
-from greenroom.runtime.operations.table import RUNS_MAX, JobLimits, OperationEvents, OperationTable
-from greenroom.runtime.steady_clock import BELIEVED_AFTER_S
+from greenroom.runtime.operations.table import RUNS_MAX, JobLimits, OperationTable
 from tests.full_disk import full_disk
 from tests.waiting import until
 
@@ -45,11 +46,11 @@ class Rig:
 
     def of(self, stored: OperationFiles) -> OperationTable:
         return OperationTable(
-            stored, lambda: self.limits, cast(OperationEvents, self), lambda: self.now + self.ahead_s, lambda: self.now
+            stored, lambda: self.limits, cast(Hub, self), lambda: self.now + self.ahead_s, lambda: self.now
         )
 
-    def publish(self, row: Operation) -> None:
-        self.told.append((row.id, row.status))
+    def publish(self, what: str, about: dict[str, Any]) -> None:
+        self.told.append((about["id"], OperationStatus(about["status"])))
 
     async def add(
         self,

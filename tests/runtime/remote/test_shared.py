@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from greenroom.base.plain_file import replace_file
 from greenroom.config.part import GatewayState
 from greenroom.config.schema import Config, Remote
 from greenroom.config.sections.remotes import TokenCost
@@ -19,6 +18,7 @@ from greenroom.errors import ConfigNotKept, RemoteBudgetSpent, RemoteSpendingUnk
 from greenroom.runtime.remote.fallback import CloudFallback
 from greenroom.runtime.remote.shared import PREFIX, SharedRemote
 from greenroom.runtime.remote.spending import DAY_S, Bill, Spending
+from tests.full_disk import full_disk
 from tests.redis_server import RedisServer, redis_server
 from tests.waiting import until
 
@@ -216,23 +216,16 @@ async def test_what_an_earlier_run_told_the_store_counts_though_its_file_was_not
 
 
 async def test_nothing_of_a_budget_is_spent_while_the_sums_cannot_be_written(tmp_path: Path) -> None:
-    is_full = True
-
-    def write(path: Path, text: str) -> None:
-        if is_full:
-            raise OSError(28, "No space left on device")
-        replace_file(path, text)
-
-    spending = Spending(tmp_path, lambda: NOON, write=write)
+    spending = Spending(tmp_path, lambda: NOON)
     spending.open()
     meter = spending.meter("acme", REMOTE, "large")
     assert meter is not None
     meter.begin(meter.bill(b'{"max_tokens": 1}')).settle(0, 1)
-    with pytest.raises(OSError, match="No space left"):
-        await spending.close()
-    with pytest.raises(RemoteSpendingUnknown, match=r"cannot be written down.*No space left"):
-        meter.begin(meter.bill(b'{"max_tokens": 1}'))
-    is_full = False
+    with full_disk():
+        with pytest.raises(OSError, match="File too large"):
+            await spending.close()
+        with pytest.raises(RemoteSpendingUnknown, match=r"cannot be written down.*File too large"):
+            meter.begin(meter.bill(b'{"max_tokens": 1}'))
     with pytest.raises(RemoteSpendingUnknown):
         meter.begin(meter.bill(b'{"max_tokens": 1}'))
     await spending.close()

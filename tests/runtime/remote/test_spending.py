@@ -24,6 +24,7 @@ from greenroom.runtime.remote.spending import (
     Spending,
     SpendingMeter,
 )
+from tests.full_disk import full_disk
 
 pytestmark = pytest.mark.asyncio
 
@@ -282,10 +283,7 @@ async def test_a_broken_file_forbids(tmp_path: Path, text: str) -> None:
 
 
 async def test_what_cannot_be_kept_does_not_change(tmp_path: Path) -> None:
-    def full(path: Path, text: str) -> None:
-        raise OSError(28, "No space left on device")
-
-    fallback = CloudFallback(tmp_path, {}, write=full)
-    with pytest.raises(ConfigNotKept, match="No space left"):
+    fallback = CloudFallback(tmp_path, {})
+    with full_disk(), pytest.raises(ConfigNotKept, match="File too large"):
         await fallback.set(False)
     assert fallback.is_allowed is True

@@ -45,7 +45,7 @@ from greenroom.core.model import (
 from greenroom.core.scheduler import DefaultScheduler
 from greenroom.errors import StoreDown
 from greenroom.features.leases.sharing import Sharing
-from greenroom.leases.shared.store import Membership, SharedStore
+from greenroom.leases.shared.stored import Membership, SharedStore
 from greenroom.runtime.memory.readings import Reading
 from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.moves.admission import Grants, NoGrant
@@ -134,7 +134,7 @@ class Gateway:
     def kill(self) -> None:
         """Kill it at once, silently. Its keepers end its engines a moment later."""
         self.is_dead = True
-        if (beating := self.sharing._beating._task) is not None:
+        if (beating := self.sharing.heartbeat._task) is not None:
             beating.cancel()
         for want in self.sharing.waiting_models._wants.values():
             want.task.cancel()

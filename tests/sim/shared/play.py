@@ -21,7 +21,7 @@ from greenroom.errors import BadRequest, LeaseDenied, LeaseLost, LeaseTaken, Sto
 from greenroom.features.leases import sharing
 from greenroom.features.leases.shared_slots import PENDING_S
 from greenroom.leases.records import Holder, Lease, LeaseAsk
-from greenroom.leases.shared.store import SharedStore, SlotAsk
+from greenroom.leases.shared.stored import SharedStore, SlotAsk
 from greenroom.runtime.moves.admission import Grants
 from greenroom.telemetry.logs import setup as setup_logs
 from tests.sim.shared.book import Book, BookStore, at_once

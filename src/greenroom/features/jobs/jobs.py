@@ -406,13 +406,13 @@ class Jobs(Part):
 
     async def _tell_progress(self) -> None:
         rows = [row for id in self._live if (row := self.get(id)) is not None]
-        if self._table.events.listeners:
+        if self._table.listeners:
             await self.look(rows)
             for row in rows:
                 job = self._live.get(row.id)
                 if job is not None and (done := job.progress.reported or 0.0) > job.told_progress:
                     job.told_progress = done
-                    self._table.events.publish(row, done)
+                    self._table.publish(row, done)
         self._is_watched = False
         self.watch()
 

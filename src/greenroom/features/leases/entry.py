@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from greenroom.core.effects import RejectCode, Rejection
@@ -84,22 +84,6 @@ class LeaseEntry:
         else:
             self.settled.set_exception(error)
 
-    def kept(self, heard_at: float) -> Kept:
-        """The record for the journal; `heard_at` is the wall-clock time of the last renewal."""
-        ask = self.ask
-        return Kept(
-            id=ask.id,
-            name=ask.name,
-            token=self.token,
-            claim=self.claim,
-            priority=ask.priority,
-            preemptible=ask.preemptible,
-            grace_s=ask.grace_s,
-            ttl_s=ask.ttl_s,
-            holder=ask.holder,
-            heard_at=heard_at,
-        )
-
     def shown(self, now: float) -> Lease:
         ask = self.ask
         return Lease(
@@ -126,24 +110,8 @@ class LeaseEntry:
 
 def ask_again(kept: Kept, settled: asyncio.Future[None], lasts_s: float) -> LeaseEntry:
     """Ask again for a lease of an earlier run, on the same devices. Without a renewal it ends after `lasts_s`."""
-    return LeaseEntry(
-        LeaseAsk(
-            id=kept.id,
-            name=kept.name,
-            mib=max(kept.claim.values(), default=0),
-            gpus=max(1, len(kept.claim)),
-            devices=tuple(sorted(kept.claim)),
-            priority=kept.priority,
-            preemptible=kept.preemptible,
-            grace_s=kept.grace_s,
-            ttl_s=kept.ttl_s,
-            holder=kept.holder,
-        ),
-        settled,
-        told_to=SEVERAL,
-        token=kept.token,
-        lasts_s=lasts_s,
-    )
+    ask = replace(kept.ask, devices=tuple(sorted(kept.claim)), wait_s=0.0)
+    return LeaseEntry(ask, settled, told_to=SEVERAL, token=kept.token, lasts_s=lasts_s)
 
 
 def is_behind(entry: LeaseEntry, in_order: Iterable[LeaseEntry]) -> bool:
@@ -185,10 +153,9 @@ def restart_grace_s(ttl_s: float) -> float:
 def lasts_s(kept: Kept, wall_s: float) -> float:
     """Seconds from the start of this run until a lease of an earlier run expires without a renewal. At most its TTL, so
     a clock that jumped cannot extend it."""
-    if kept.heard_at is None:
-        return kept.ttl_s
-    left_s = max(0.0, kept.heard_at + kept.ttl_s - wall_s)
-    return min(kept.ttl_s, left_s + restart_grace_s(kept.ttl_s))
+    ttl_s = kept.ask.ttl_s
+    left_s = max(0.0, kept.heard_at + ttl_s - wall_s)
+    return min(ttl_s, left_s + restart_grace_s(ttl_s))
 
 
 def must_journal_renewal(ttl_s: float, since_s: float) -> bool:

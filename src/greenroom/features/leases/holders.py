@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from greenroom.features.leases.making_room import Heartbeat
 from greenroom.leases import records as holders
 from greenroom.leases.records import Holder, Lease
 from greenroom.runtime.observer import Hub
@@ -58,8 +59,8 @@ class Holders:
 class DeadHolders:
     """Finds leases in a shared store that are held by ended processes of this machine."""
 
-    def __init__(self, on_death: Callable[[], None]) -> None:
-        self._on_death = on_death
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
         self._holders = Holders()
         self._watched: dict[str, int] = {}
         # The ids of leases of ended holders.
@@ -80,7 +81,7 @@ class DeadHolders:
         self._holders.forget(id)
         if id in self._watched:
             self.found.add(id)
-            self._on_death()
+            self._heartbeat.hurry()
 
     def _forget(self, id: str) -> None:
         del self._watched[id]
@@ -106,14 +107,8 @@ class Recalls:
     """Reports holders in a shared store that were asked to leave, and again if they stay too long. The store recalls;
     the holder learns of it when it renews. It is never made to leave."""
 
-    def __init__(
-        self,
-        loop: SchedulerLoop,
-        hub: Hub,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, loop: SchedulerLoop, hub: Hub) -> None:
         self._loop = loop
-        self._wall = wall
         self._hub = hub
         self._recalled: dict[str, Recalled] = {}
 
@@ -127,7 +122,7 @@ class Recalls:
             if id not in self._recalled and lease.recall_in_s is not None:
                 self._recalled[id] = one = Recalled(lease.name, lease.token, now + lease.recall_in_s)
                 _log.info("lease recalled", lease=id, name=one.name, grace_s=round(lease.recall_in_s, 3))
-                deadline = round(self._wall() + lease.recall_in_s, 3)
+                deadline = round(time.time() + lease.recall_in_s, 3)
                 self._hub.publish("recall", {"lease": id, "name": one.name, "deadline": deadline})
 
     def look(self) -> None:

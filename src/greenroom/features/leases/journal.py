@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Final
+
+import msgspec
 
 from greenroom.base.detached import run_detached
 from greenroom.base.plain_file import APPENDING, append_whole, replaced, sync_folder
 from greenroom.base.repeated import AGAIN_S, Repeated
-from greenroom.leases.records import Holder
+from greenroom.leases.records import LeaseAsk
 from greenroom.telemetry.logs import get_logger
 
 # Compacted beyond this: some thousand grants and ends.
@@ -35,37 +35,44 @@ NUMBER_MAX = 2**63 - 1
 _CLOSED = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
+Moment = Annotated[float, msgspec.Meta(ge=0, le=NUMBER_MAX)]
+
+
+class Kept(msgspec.Struct, frozen=True, tag="granted"):
     """A lease that was granted and has not ended."""
 
-    id: str
-    name: str
-    token: int
-    claim: Mapping[str, int]
-    priority: int
-    preemptible: bool
-    grace_s: float
-    ttl_s: float
-    holder: Holder | None = None
-    # Wall-clock time of the last renewal; None in records of older versions.
-    heard_at: float | None = None
+    ask: LeaseAsk
+    token: Number
+    claim: Annotated[dict[str, Number], msgspec.Meta(min_length=1)]
+    heard_at: Moment
+    """Wall-clock time of the last renewal."""
+
+    @property
+    def id(self) -> str:
+        return self.ask.id
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(msgspec.Struct, frozen=True, tag="heard"):
     """A renewal. Not every one is written: the caller decides which."""
 
     id: str
-    at: float
+    at: Moment
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
     id: str
 
 
-Change = Kept | Heard | Ended
+class LastToken(msgspec.Struct, frozen=True, tag="last_token"):
+    """The highest token of earlier files."""
+
+    token: Number
+
+
+Change = Kept | Heard | Ended | LastToken
+
+_DECODER: Final[msgspec.json.Decoder[Change]] = msgspec.json.Decoder(Change)
 
 
 class Journal:
@@ -103,7 +110,7 @@ class Journal:
         """Write these changes durably. Raises OSError, and then none of them is written."""
         if not self.is_open:
             self.open()
-        content = "".join(map(_line, changes)).encode()
+        content = _lines(changes)
         append_whole(self._fd, content)
         self._size += len(content)
         for change in changes:
@@ -124,26 +131,26 @@ class Journal:
         end = content.rfind(b"\n") + 1
         for line in content[:end].splitlines():
             try:
-                self._take(_change(json.loads(line)))
-            except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
+                self._take(_change(line))
+            except (ValueError, RecursionError):
                 self.spoiled += 1
         return end
 
-    def _take(self, change: Change | int) -> None:
-        if isinstance(change, int):
-            self.last_token = max(self.last_token, change)
-        elif isinstance(change, Kept):
-            self.last_token = max(self.last_token, change.token)
-            self.live[change.id] = change
-        elif isinstance(change, Heard):
-            if change.id in self.live:
-                self.live[change.id] = replace(self.live[change.id], heard_at=change.at)
-        else:
-            self.live.pop(change.id, None)
+    def _take(self, change: Change) -> None:
+        match change:
+            case LastToken(token):
+                self.last_token = max(self.last_token, token)
+            case Kept():
+                self.last_token = max(self.last_token, change.token)
+                self.live[change.id] = change
+            case Heard(id, at) if id in self.live:
+                self.live[id] = msgspec.structs.replace(self.live[id], heard_at=at)
+            case Ended(id):
+                self.live.pop(id, None)
 
     def _compact(self) -> None:
         """Rewrite the file with live leases only. If that fails, the old file grows on for a while."""
-        content = _whole(self.live.values(), self.last_token)
+        content = _lines([LastToken(self.last_token), *self.live.values()])
         try:
             fd = replaced(self._path, content)
         except OSError:
@@ -157,60 +164,18 @@ class Journal:
         self._compact_at = max(2 * self._size, self._bytes_max)
 
 
-def _whole(live: Iterable[Kept], last_token: int) -> bytes:
-    return "".join([_encoded({"last_token": last_token}), *map(_line, live)]).encode()
+def _lines(changes: Iterable[Change]) -> bytes:
+    return b"".join(msgspec.json.encode(change) + b"\n" for change in changes)
 
 
-def _line(change: Change) -> str:
-    if isinstance(change, Kept):
-        return _encoded({"granted": asdict(change)})
-    return _encoded({"ended": change.id} if isinstance(change, Ended) else {"heard": change.id, "at": change.at})
-
-
-def _encoded(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, separators=(",", ":")) + "\n"
-
-
-def _change(value: Mapping[str, Any]) -> Change | int:
-    """Parse a line: a grant, a renewal, an end, or the last token of an earlier file. Raises for anything else."""
-    if "ended" in value:
-        return Ended(str(value["ended"]))
-    if "heard" in value:
-        return Heard(str(value["heard"]), _moment(value["at"]))
-    if "last_token" in value:
-        return _whole_number(value["last_token"])
-    said = dict(value["granted"])
-    holder = said.pop("holder", None)
-    claim = {str(device): _whole_number(mib) for device, mib in said.pop("claim").items()}
-    return _checked(Kept(**said, claim=claim, holder=None if holder is None else Holder(**holder)))
-
-
-def _checked(kept: Kept) -> Kept:
-    """The record itself. Raises ValueError if a field is out of range: the file may be damaged."""
-    texts = [kept.id, kept.name, *([] if kept.holder is None else [kept.holder.host])]
-    if not kept.claim or not isinstance(kept.preemptible, bool) or not all(isinstance(text, str) for text in texts):
-        raise ValueError("it is no lease")
-    _whole_number(kept.token)
-    _whole_number(abs(kept.priority))
-    for number in () if kept.holder is None else (kept.holder.pid, kept.holder.start_ticks, kept.holder.pid_ns):
-        _whole_number(number)
-    if not (0 <= kept.grace_s <= SECONDS_MAX and 0 < kept.ttl_s <= SECONDS_MAX):
+def _change(line: bytes) -> Change:
+    """Raises ValueError or RecursionError for a line that is not ours: the file may be damaged."""
+    change = _DECODER.decode(line)
+    if isinstance(change, Kept) and not (
+        0 <= change.ask.grace_s <= SECONDS_MAX and 0 < change.ask.ttl_s <= SECONDS_MAX
+    ):
         raise ValueError("a time is out of range")
-    if kept.heard_at is not None:
-        _moment(kept.heard_at)
-    return kept
-
-
-def _moment(said: object) -> float:
-    if isinstance(said, bool) or not isinstance(said, int | float) or not 0 <= said <= NUMBER_MAX:
-        raise ValueError(f"{said!r} is no time")
-    return float(said)
-
-
-def _whole_number(said: object) -> int:
-    if isinstance(said, bool) or not isinstance(said, int) or not 0 <= said <= NUMBER_MAX:
-        raise ValueError(f"{said!r} is no whole number")
-    return said
+    return change
 
 
 _log = get_logger("leases")

@@ -35,13 +35,13 @@ from greenroom.features.leases.entry import (
     refusal,
 )
 from greenroom.features.leases.holders import Holders
-from greenroom.features.leases.journal import JournalWriter
+from greenroom.features.leases.journal import JournalWriter, Kept
 from greenroom.leases import records as holders
 from greenroom.leases.records import Lease, LeaseAsk, core_id
-from greenroom.runtime.moves.admission import AlwaysGranted
+from greenroom.runtime.clocks import Standstill
+from greenroom.runtime.moves.admission import Grants
 from greenroom.runtime.observer import Hub
 from greenroom.runtime.scheduler_loop import SchedulerLoop
-from greenroom.runtime.standstill import Standstill
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("leases")
@@ -60,7 +60,7 @@ class LocalLeasing(Part):
     lists_slots = False
     writes = True
     sharing = None
-    grants = AlwaysGranted()
+    grants = Grants()
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class LocalLeasing(Part):
     def _begin(self, ask: LeaseAsk) -> LeaseEntry:
         if len(self._entries) >= self._leases_max:
             raise LeaseDenied(f"{self._leases_max:,} leases are held or waited for already.", retry_after_s=30.0)
-        if ask.holder is not None and holders.is_here(ask.holder) and not holders.is_alive(ask.holder):
+        if ask.holder is not None and holders.has_ended(ask.holder):
             raise BadRequest(f"There is no process {ask.holder.pid} that began when it is said to have.", param="pid")
         now = self._loop.clock()
         entry = LeaseEntry(ask, asyncio.get_running_loop().create_future(), give_up_at=now + ask.wait_s)
@@ -288,7 +288,7 @@ class LocalLeasing(Part):
 
     async def _not_written(self, entry: LeaseEntry) -> GreenroomError | None:
         try:
-            await self._journal.granted(entry.kept(self._wall()))
+            await self._journal.granted(Kept(entry.ask, entry.token, dict(entry.claim), self._wall()))
         except OSError as error:
             return not_written(entry.ask, error)
         return None
@@ -371,7 +371,7 @@ class LocalLeasing(Part):
         for kept in self._journal.open():
             entry = ask_again(kept, asyncio.get_running_loop().create_future(), lasts_s(kept, self._wall()))
             self._put(entry)
-            if kept.holder is not None and holders.is_here(kept.holder) and not holders.is_alive(kept.holder):
+            if holders.has_ended(kept.ask.holder):
                 self._lose(entry, "its holder has ended")
                 continue
             self._ask_scheduler(entry)

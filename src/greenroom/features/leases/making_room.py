@@ -12,17 +12,18 @@ evicted: the scheduler does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from greenroom.base.repeated import Repeated
 from greenroom.core.effects import Rejection
 from greenroom.core.events import LeaseAsked, LeaseGone
 from greenroom.core.model import DeviceId, DeviceKind, LeaseId, ModelId, Move, Need, SlotId, lease_name
 from greenroom.core.view import KeptOut, Movable, SlotFacts
 from greenroom.errors import GreenroomError, LeaseDenied
 from greenroom.leases.records import Lease, LeaseAsk
-from greenroom.leases.shared.store import Membership
+from greenroom.leases.shared.stored import Membership
 from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.telemetry.logs import get_logger
@@ -32,6 +33,18 @@ _log = get_logger("sharing")
 MIB_A_GIB: Final = 1024
 # Bounds what a policy may compute, so that a price is a number that JSON can hold.
 PRICE_MAX: Final = 1e12
+
+
+class Heartbeat(Repeated):
+    """Tells the store of this gateway, and follows what it answers. `version` is that of the leases as they were last
+    read; None: the next beat reads them, whatever it is."""
+
+    version: int | None = None
+
+    def hurry(self) -> None:
+        """Beat soon: something happened that the store should know, or may answer to."""
+        self.version = None
+        self.wake()
 
 
 @dataclass(slots=True, eq=False)
@@ -45,18 +58,11 @@ class Room:
 
 
 class MakingRoom:
-    """`on_made` is called when memory was freed, so that the store is told soon."""
-
-    def __init__(
-        self,
-        loop: SchedulerLoop,
-        memory: MemoryWatch,
-        on_made: Callable[[], None],
-    ) -> None:
+    def __init__(self, loop: SchedulerLoop, memory: MemoryWatch, heartbeat: Heartbeat) -> None:
         self._loop = loop
         self._state = loop.view
         self._memory = memory
-        self._on_made = on_made
+        self._heartbeat = heartbeat
         self._rooms: dict[LeaseId, Room] = {}
         self._number = 0
         # When each waiting lease was first seen here, and how often each device was tried for it.
@@ -156,7 +162,7 @@ class MakingRoom:
     def granted(self, lease: LeaseId, slot: SlotId) -> None:
         """The room is free. The lease that waits can have it, and the scheduler is told so before the room ends."""
         self._rooms[lease].is_made = True
-        self._on_made()
+        self._heartbeat.hurry()
 
     def rejected(self, lease: LeaseId, rejection: Rejection) -> None:
         self._rooms.pop(lease, None)
@@ -186,16 +192,14 @@ class Want:
 
 
 class WaitingModels:
-    """`on_held` is called when a lease was granted, so that the scheduler learns of the room."""
-
-    def __init__(self, member: Membership, loop: SchedulerLoop, *, on_held: Callable[[], None]) -> None:
+    def __init__(self, member: Membership, loop: SchedulerLoop, heartbeat: Heartbeat) -> None:
         self._store = member.store
         self._gateway = member.gateway
         self._loop = loop
         self._state = loop.view
         self._ttl_s = member.ttl_s
         self._holder = member.holder
-        self._on_held = on_held
+        self._heartbeat = heartbeat
         self._wants: dict[ModelId, Want] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._number = 0
@@ -217,7 +221,8 @@ class WaitingModels:
 
     def follow(self) -> None:
         """Ask for leases for the models that need one, and give up the others."""
-        now, needy = self._loop.clock(), self._needy()
+        now = self._loop.clock()
+        needy = self._state.kept_out_by_others(AFTER_S, now)
         for want in list(self._wants.values()):
             if want.model not in needy if want.lease is None else self._is_useless(want, now):
                 self._give_up(want)
@@ -240,11 +245,6 @@ class WaitingModels:
             self._give_up(want)
         if self._leaving:
             await asyncio.wait(self._leaving)
-
-    # --- which models -----------------------------------------------------------------------------------------------
-
-    def _needy(self) -> Mapping[ModelId, KeptOut]:
-        return self._state.kept_out_by_others(AFTER_S, self._loop.clock())
 
     def _is_useless(self, want: Want, now: float) -> bool:
         """Whether no request waits for the model any more, or no load took the lease over in time."""
@@ -283,7 +283,8 @@ class WaitingModels:
         if error is None:
             want.lease, want.held_at = want.task.result(), self._loop.clock()
             if self._wants.get(want.model) is want:
-                self._on_held()
+                # The scheduler learns of the room.
+                self._heartbeat.hurry()
             else:
                 self._release_later(want.id)
             return

@@ -14,7 +14,7 @@ import time
 from typing import Final
 
 from greenroom.leases.shared import stored
-from greenroom.leases.shared.redis_store import frame
+from greenroom.leases.shared.redis_store import Renewer, frame
 from greenroom.leases.shared.stored import Stored
 from greenroom.telemetry.logs import get_logger
 
@@ -29,7 +29,7 @@ _BEAT: Final = b"\n"
 _S: Final = 1_000
 
 
-class RenewerProcess:
+class RenewerProcess(Renewer):
     def __init__(self, url: str, host: str, ttl_s: float) -> None:
         script = stored.source("renew")
         order = {"url": url, "keys": stored.keys(host), "script": script, "frame": frame(ttl_s), "ttl_s": ttl_s}

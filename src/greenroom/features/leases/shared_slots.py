@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -18,9 +17,10 @@ from greenroom.base.names import public_name
 from greenroom.core.model import Claim, Move, MoveKind, SlotId, larger
 from greenroom.core.view import SlotFacts
 from greenroom.errors import LeaseDenied, StoreDown
+from greenroom.features.leases.making_room import Heartbeat, MakingRoom, WaitingModels
 from greenroom.leases.records import Lease
-from greenroom.leases.shared.store import Membership, SlotAsk
-from greenroom.runtime.moves.admission import NoGrant
+from greenroom.leases.shared.stored import Membership, SlotAsk
+from greenroom.runtime.moves.admission import Grants, NoGrant
 from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.telemetry.logs import get_logger
 
@@ -53,17 +53,14 @@ class Entered:
         return self.ask.id
 
 
-class SharedSlots:
-    """`into` names the waiting lease for which a newcomer makes room; `adopted` gives the lease of a waiting model."""
-
+class SharedSlots(Grants):
     def __init__(
         self,
         member: Membership,
         loop: SchedulerLoop,
-        *,
-        into: Callable[[SlotFacts], str | None],
-        adopted: Callable[[Move], Lease | None],
-        on_refusal: Callable[[], None],
+        room: MakingRoom,
+        waiting_models: WaitingModels,
+        heartbeat: Heartbeat,
     ) -> None:
         self._store = member.store
         self._gateway = member.gateway
@@ -71,9 +68,9 @@ class SharedSlots:
         self._state = loop.view
         self._ttl_s = member.ttl_s
         self._holder = member.holder
-        self._into_of = into
-        self._adopted = adopted
-        self._on_refusal = on_refusal
+        self._room = room
+        self._waiting_models = waiting_models
+        self._heartbeat = heartbeat
         self._entered: dict[SlotId, Entered] = {}
         # Slots that leave for a lease that waits in the store, with that lease.
         self._into: dict[SlotId, str] = {}
@@ -88,7 +85,7 @@ class SharedSlots:
         if not claim:
             return
         ask = self._ask(move.slot, move.model, claim)
-        if (lease := self._adopted(move)) is not None:
+        if (lease := self._waiting_models.adopted(move)) is not None:
             ask = replace(ask, id=lease.id)
         entered = self._entered.setdefault(move.slot, Entered(ask))
         if entered.id != ask.id:
@@ -99,7 +96,7 @@ class SharedSlots:
         try:
             await self._hold(entered, ask)
         except LeaseDenied as denied:
-            self._on_refusal()
+            self._heartbeat.hurry()
             raise NoGrant(denied.message) from None
 
     async def confirm(self, slot: SlotId) -> None:
@@ -118,13 +115,13 @@ class SharedSlots:
         if newcomer is None:
             return
         if newcomer.lease is not None:
-            if (waiting := self._into_of(newcomer)) is not None:
+            if (waiting := self._room.into(newcomer)) is not None:
                 self._into[move.slot] = waiting
             return
         try:
             await self._pend(newcomer)
         except (LeaseDenied, StoreDown) as error:
-            self._on_refusal()
+            self._heartbeat.hurry()
             raise NoGrant(error.message) from None
 
     async def leave(self, slot: SlotId) -> None:

@@ -4,33 +4,38 @@ Owns the heartbeat, what is known of other gateways, and whether the store answe
 what its devices offer and what freeing memory would cost, renews its leases, and learns whether it must make room. An
 outage of the store stops new loads and nothing else. Used only if `leases.store` is configured.
 
-`SharedLeasing` hands leases to other programs: asked of this gateway, granted and kept by the store.
+`SharedLeasing` hands leases to other programs: asked of this gateway, granted and kept by the store. Without a store a
+gateway has `LocalLeasing`, which keeps leases itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from greenroom.base.repeated import Repeated
 from greenroom.config.part import Part
 from greenroom.core.events import MemoryChanged
 from greenroom.core.model import DeviceId, DeviceKind, LeaseId, OtherLease, SlotId
-from greenroom.errors import LeaseDenied, LeaseUnknown, StoreDown
+from greenroom.errors import ConfigError, LeaseDenied, LeaseUnknown, StoreDown
 from greenroom.features.leases.entry import LeasableMemory, devices_meant
 from greenroom.features.leases.holders import DeadHolders, Recalls
-from greenroom.features.leases.making_room import MakingRoom, WaitingModels
+from greenroom.features.leases.journal import JournalWriter
+from greenroom.features.leases.local import LocalLeasing
+from greenroom.features.leases.making_room import Heartbeat, MakingRoom, WaitingModels
 from greenroom.features.leases.shared_slots import Entered, SharedSlots
-from greenroom.leases.records import Lease, LeaseAsk
-from greenroom.leases.shared.store import Membership, PublishReply, SharedStore, SlotAsk
+from greenroom.leases.records import Lease, LeaseAsk, holder_of
+from greenroom.leases.shared.stored import Membership, PublishReply, SharedStore, SlotAsk
+from greenroom.runtime.memory.devices import DeviceNames
 from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.observer import Hub
 from greenroom.runtime.scheduler_loop import SchedulerLoop
+from greenroom.runtime.shell import Shell
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("sharing")
@@ -54,16 +59,12 @@ class Sharing:
         self._state = loop.view
         self._memory = memory
         self._hub = hub
-        self.room = MakingRoom(loop, memory, self.hurry)
-        self.waiting_models = WaitingModels(member, loop, on_held=self.hurry)
-        self.slots = SharedSlots(
-            member,
-            loop,
-            into=self.room.into,
-            adopted=self.waiting_models.adopted,
-            on_refusal=self.hurry,
-        )
-        self._dead = DeadHolders(self.hurry)
+        self._pause_s = BEAT_S
+        self.heartbeat = heartbeat = Heartbeat(self._beat, "sharing GPUs", lambda: self._pause_s, _log.failed)
+        self.room = MakingRoom(loop, memory, heartbeat)
+        self.waiting_models = WaitingModels(member, loop, heartbeat)
+        self.slots = SharedSlots(member, loop, self.room, self.waiting_models, heartbeat)
+        self._dead = DeadHolders(heartbeat)
         self._recalls = Recalls(loop, hub)
         # Why the store cannot be used, and since when; None while it answers.
         self.failure: str | None = "it was not asked yet"
@@ -72,9 +73,6 @@ class Sharing:
         self.grace_left_s = 0.0
         # All leases in the store, as they were last read.
         self.leases: list[Lease] = []
-        self._version: int | None = None
-        self._pause_s = BEAT_S
-        self._beating = Repeated(self._beat, "sharing GPUs", lambda: self._pause_s, _log.failed)
 
     @property
     def is_up(self) -> bool:
@@ -97,23 +95,18 @@ class Sharing:
                 await self.beat()
         except (StoreDown, TimeoutError) as error:
             self._went_down(error.message if isinstance(error, StoreDown) else "it does not answer in time")
-        self._beating.wake()
-        self._beating.start()
+        self.heartbeat.wake()
+        self.heartbeat.start()
 
     async def close(self) -> None:
         """Release everything, as far as the store answers; the rest expires there."""
-        await self._beating.cancel()
+        await self.heartbeat.cancel()
         self._dead.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_MAX_S):
                 await self.waiting_models.close()
                 await self.slots.close()
         await self._store.close()
-
-    def hurry(self) -> None:
-        """Beat soon: something happened that the store should know, or may answer to."""
-        self._version = None
-        self._beating.wake()
 
     async def _beat(self) -> None:
         self._pause_s = BEAT_S
@@ -135,7 +128,7 @@ class Sharing:
         orders = await self._publish()
         await self.slots.keep_up(at_once=was_down or orders.grace_left_s > 0)
         await self.waiting_models.renew()
-        if was_down or orders.version != self._version:
+        if was_down or orders.version != self.heartbeat.version:
             await self._read(orders.version)
         await self._give_way()
         self._recalls.look()
@@ -167,18 +160,18 @@ class Sharing:
     async def _read(self, version: int) -> None:
         made = self.room.made
         # Set before the read: a `hurry` meanwhile resets it, and the next beat reads again.
-        self._version = version
+        self.heartbeat.version = version
         try:
             self.leases = await self._store.leases()
         except BaseException:
-            self._version = None
+            self.heartbeat.version = None
             raise
         self._recalls.note(self.leases)
         self.slots.forget_strays(self.leases)
         self._dead.watch(lease for lease in self.leases if lease.gateway != self._gateway)
         self._tell_others()
         if self.slots.look_for(self.leases):
-            self._beating.wake()
+            self.heartbeat.wake()
         # The scheduler has the new leases by now, so that their memory never seems free in between.
         self.room.note(self.leases, made)
 
@@ -347,3 +340,22 @@ class SharedLeasing(Part):
 
     async def close(self) -> None:
         await self.sharing.close()
+
+
+def make_leasing(shell: Shell, watch: MemoryWatch, names: DeviceNames) -> LocalLeasing | SharedLeasing:
+    """Raises ConfigError if the client of the shared store is not installed."""
+    section, loop, hub = shell.config.leases, shell.loop, shell.hub
+    memory, wait_max_s, url = LeasableMemory(loop, names, watch), section.wait_max_s, section.store
+    if url is None:
+        return LocalLeasing(loop, JournalWriter(shell.state_dir.path), memory, hub, wait_max_s=wait_max_s)
+    try:
+        # Imported only if used: it is slow to import.
+        from greenroom.features.leases.renewer import RenewerProcess
+        from greenroom.leases.shared.redis_store import RedisStore
+    except ImportError as error:
+        raise ConfigError("leases.store needs the client of Redis: pip install 'greenroom[redis]'.") from error
+    host, ttl_s = section.host or os.uname().nodename, section.ttl_s
+    store = RedisStore(url, host, ttl_s=ttl_s, renewer=RenewerProcess(url, host, ttl_s))
+    member = Membership(store, shell.state_dir.run_name, ttl_s, holder_of(os.getpid()))
+    sharing = Sharing(member, loop, watch, hub)
+    return SharedLeasing(store, wait_max_s=wait_max_s, memory=memory, sharing=sharing)

@@ -348,9 +348,9 @@ class Downloads(Part):
 
     def _tell(self, live: LiveDownload) -> None:
         now, row = time.monotonic(), self._table.get(live.id)
-        if row is not None and self._table.events.listeners and now - live.told_at >= TELL_EVERY_S:
+        if row is not None and self._table.listeners and now - live.told_at >= TELL_EVERY_S:
             live.told_at = now
-            self._table.events.publish(row, live.facts().progress)
+            self._table.publish(row, live.facts().progress)
 
     async def _finish(self, live: LiveDownload, outcome: Done | Failed) -> None:
         if isinstance(outcome, Done):

@@ -35,9 +35,10 @@ from greenroom.features.operations.moves import OperatorMoves
 from greenroom.library.orders import DownloadOrder, read_order
 from greenroom.runtime.adhoc_model import ModelOptions, Order
 from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.known_models import Asker
 from greenroom.runtime.operations.facts import end_with, error_of, facts_of
 from greenroom.runtime.operations.files import Operation, OperationKind, OperationStatus
-from greenroom.runtime.resolver import Asker, Resolver
+from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.shell import Shell
 from greenroom.telemetry.logs import get_logger
 
@@ -100,7 +101,7 @@ class Loads(Part):
         resolver = self._resolver
         leaving = tuple([one for other in evict for one in self.here((await resolver.named(other, asker=asker)).id)])
         entry, order = await self._found(name, options, asker, fetch)
-        given = resolver.adhoc.order_of(name, options, asker.sees)
+        given = resolver.adhoc.order_of(name, options, asker)
         in_the_way = self._in_the_way(entry, given)
         if force:
             leaving += in_the_way
@@ -117,7 +118,7 @@ class Loads(Part):
                 await self._fetched(row, order)
             if found is None:
                 found = await resolver.named(name, options, asker)
-                stands = resolver.adhoc.order_of(name, options, asker.sees)
+                stands = resolver.adhoc.order_of(name, options, asker)
                 replaced = None if stands is None else resolver.adhoc.stands(stands)
                 self._models[row.id] = found.id
             if stands is not None:

@@ -26,9 +26,10 @@ from greenroom.features.leases.local import LocalLeasing
 from greenroom.features.leases.routes import own_prefix
 from greenroom.features.leases.sharing import SharedLeasing
 from greenroom.leases.records import lease_names
+from greenroom.runtime.known_models import OPERATOR
 from greenroom.runtime.memory.devices import name_of, none_there
 from greenroom.runtime.memory.watch import MemoryWatch
-from greenroom.runtime.resolver import OPERATOR, Resolver
+from greenroom.runtime.resolver import Resolver
 from greenroom.runtime.shell import Shell
 from greenroom.serving.request import Settings, arrival, smaller
 from greenroom.serving.tasks import Ladder, Tasks

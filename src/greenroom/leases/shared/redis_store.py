@@ -13,7 +13,7 @@ import random
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import redis.exceptions as redis_errors
 
@@ -22,8 +22,7 @@ from greenroom.config import kinds
 from greenroom.errors import BadRequest, ConfigError, LeaseDenied, LeaseLost, LeaseUnknown, StoreDown
 from greenroom.leases.records import HOST, PROGRAM_ID_MAX, Lease, LeaseAsk, is_program_id, taken
 from greenroom.leases.shared import stored
-from greenroom.leases.shared.store import PublishReply, SlotAsk
-from greenroom.leases.shared.stored import Reply, Stored
+from greenroom.leases.shared.stored import PublishReply, Reply, SlotAsk, Stored
 
 OUTAGE_RETRY_AFTER_S = 1.0
 # Errors by class. The first match counts, so special classes come first.
@@ -151,8 +150,9 @@ def frame(ttl_s: float, grace_s: float | None = None) -> dict[str, Any]:
     }
 
 
-class Renewer(Protocol):
-    """Renews leases in place of this process while this process cannot."""
+class Renewer:
+    """Renews leases in place of this process while this process cannot. This one renews none: a program's heartbeat is
+    part of it."""
 
     def hold(self, lease: Stored) -> None:
         """This lease is held. Of a program: its holder was just heard of."""
@@ -165,22 +165,6 @@ class Renewer(Protocol):
 
     def close(self) -> None:
         """Renew nothing from now on."""
-
-
-class NoRenewer:
-    """For programs: their heartbeat is part of them."""
-
-    def hold(self, lease: Stored) -> None:
-        return
-
-    def forget(self, id: str) -> None:
-        return
-
-    def beat(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
 
 
 class RedisStore:
@@ -200,7 +184,7 @@ class RedisStore:
         self._url = url
         self._ttl_s = ttl_s
         self._frame = frame(ttl_s, grace_s)
-        self._renewer: Renewer = renewer or NoRenewer()
+        self._renewer = renewer or Renewer()
         self._offers = dict(offers or {})
         self._keys = stored.keys(host)
         if why := kinds.store_address_problem(url):

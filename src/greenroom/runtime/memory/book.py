@@ -10,17 +10,17 @@ would count twice.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final, Literal
+
+import msgspec
 
 from greenroom.base.plain_file import replace_file
 from greenroom.core.model import Need
 
 FILE_NAME: Final = "needs.json"
-VERSION: Final = 1
 # Includes models that are no longer configured, in case they return; the oldest are forgotten first.
 FIGURES_MAX: Final = 10_000
 # More than so many figures need; a larger file is not ours.
@@ -120,53 +120,56 @@ def _most(one: int | None, other: int | None) -> int | None:
 
 # --- the file -------------------------------------------------------------------------------------------------------
 
+Word = Annotated[str, msgspec.Meta(max_length=TEXT_MAX)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=MIB_MAX)]
+
+
+class _Figure(msgspec.Struct):
+    file: Word
+    engine: Word
+    arguments: Word
+    gpu: Word
+    gpu_mib: Number
+    host_mib: Number | None
+    raised: tuple[Number, Number]
+    raises: Number
+
+
+class _File(msgspec.Struct):
+    version: Literal[1]
+    needs: list[_Figure]
+
 
 def _text(figures: Mapping[BookKey, Measured]) -> str:
-    lines = [_said(key, measured) for key, measured in figures.items()]
-    return json.dumps({"version": VERSION, "needs": lines}, indent=1) + "\n"
-
-
-def _said(key: BookKey, measured: Measured) -> dict[str, Any]:
-    said = {"file": key.file, "engine": key.engine, "arguments": key.arguments, "gpu": key.gpu}
-    raised = [measured.raised.gpu_mib, measured.raised.host_mib]
-    return {**said, "gpu_mib": measured.gpu_mib, "host_mib": measured.host_mib, "raised": raised} | {
-        "raises": measured.raises
-    }
+    needs = [
+        _Figure(
+            key.file,
+            key.engine,
+            key.arguments,
+            key.gpu,
+            seen.gpu_mib,
+            seen.host_mib,
+            (seen.raised.gpu_mib, seen.raised.host_mib),
+            seen.raises,
+        )
+        for key, seen in figures.items()
+    ]
+    return msgspec.json.format(msgspec.json.encode(_File(1, needs)), indent=1).decode() + "\n"
 
 
 def _read(path: Path, warn: Warn) -> dict[BookKey, Measured]:
     """The figures of an earlier run; none, with a warning, if they cannot be read."""
     try:
-        with path.open(encoding="utf-8") as file:
-            return _parsed(file.read(FILE_BYTES_MAX))
+        with path.open("rb") as file:
+            needs = msgspec.json.decode(file.read(FILE_BYTES_MAX), type=_File).needs[-FIGURES_MAX:]
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         warn(f"remembered needs in {path} are ignored and will be measured anew", str(error) or repr(error))
         return {}
-
-
-def _parsed(text: str) -> dict[BookKey, Measured]:
-    said = json.loads(text)
-    if said["version"] != VERSION:
-        raise ValueError(f"it has version {said['version']}, this gateway reads {VERSION}")
-    return dict([_figure(one) for one in said["needs"]][-FIGURES_MAX:])
-
-
-def _figure(said: Mapping[str, Any]) -> tuple[BookKey, Measured]:
-    key = BookKey(*(_word(said[name]) for name in ("file", "engine", "arguments", "gpu")))
-    host_mib = None if said["host_mib"] is None else _number(said["host_mib"])
-    gpu, host = said["raised"]
-    return key, Measured(_number(said["gpu_mib"]), host_mib, Need(_number(gpu), _number(host)), _number(said["raises"]))
-
-
-def _word(said: object) -> str:
-    if not isinstance(said, str) or len(said) > TEXT_MAX:
-        raise ValueError("an identity is not a short text")
-    return said
-
-
-def _number(said: object) -> int:
-    if isinstance(said, bool) or not isinstance(said, int) or not 0 <= said <= MIB_MAX:
-        raise ValueError(f"{said!r} is not a number of MiB")
-    return said
+    return {
+        BookKey(one.file, one.engine, one.arguments, one.gpu): Measured(
+            one.gpu_mib, one.host_mib, Need(*one.raised), one.raises
+        )
+        for one in needs
+    }

@@ -28,20 +28,14 @@ def devices(config: Config, reading: Reading | None = None) -> tuple[Device, ...
     """GPUs and the host. Without a reading only simulated GPUs are known."""
     host = THIS_MACHINE.look() if reading is None else reading.host
     memory_mib = config.host.memory_mib or int(host.total_mib * HOST_SHARE)
-    gpus = _simulated(config) if config.gpus or reading is None else _real(config, reading.gpus)
-    return (*gpus, Device(HOST, DeviceKind.HOST, memory_mib, config.host.margin_mib))
-
-
-def _simulated(config: Config) -> tuple[Device, ...]:
-    return tuple(
-        Device(DeviceId(f"{_NUMBERED}{number}"), DeviceKind.GPU, gpu.memory_mib, gpu.margin_mib)
-        for number, gpu in enumerate(config.gpus)
+    if config.gpus or reading is None:
+        gpus = [(f"{_NUMBERED}{number}", gpu.memory_mib, gpu.margin_mib) for number, gpu in enumerate(config.gpus)]
+    else:
+        gpus = [(gpu.uuid, gpu.total_mib, config.memory.gpu_margin_mib) for gpu in reading.gpus]
+    return (
+        *(Device(DeviceId(id), DeviceKind.GPU, mib, margin_mib) for id, mib, margin_mib in gpus),
+        Device(HOST, DeviceKind.HOST, memory_mib, config.host.margin_mib),
     )
-
-
-def _real(config: Config, gpus: Sequence[GpuReading]) -> tuple[Device, ...]:
-    margin_mib = config.memory.gpu_margin_mib
-    return tuple(Device(DeviceId(gpu.uuid), DeviceKind.GPU, gpu.total_mib, margin_mib) for gpu in gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +94,4 @@ def set_aside(entries: Iterable[Entry], devices: Iterable[Device]) -> dict[Devic
 
 def without(devices: Iterable[Device], kept_mib: Mapping[DeviceId, int]) -> tuple[Device, ...]:
     """The same devices with their margins raised by `kept_mib`."""
-    return tuple(
-        replace(device, margin_mib=device.margin_mib + kept_mib.get(device.id, 0)) if device.id in kept_mib else device
-        for device in devices
-    )
+    return tuple(replace(device, margin_mib=device.margin_mib + kept_mib.get(device.id, 0)) for device in devices)

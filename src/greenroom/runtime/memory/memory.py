@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from greenroom.config.limits import limits_of
 from greenroom.config.part import Part
 from greenroom.config.schema import Config
 from greenroom.core.events import ConfigChanged
-from greenroom.core.model import Device, DeviceKind
+from greenroom.core.model import Device, DeviceKind, SlotId
 from greenroom.runtime.memory.devices import WORKER_GPU_MIB, devices, set_aside, without
 from greenroom.runtime.memory.readings import Probe, Reading
 from greenroom.runtime.memory.slot_memory import MemoryOwners, SlotMemory
-from greenroom.runtime.memory.watch import Growth, MemoryWatch
+from greenroom.runtime.memory.watch import MemoryWatch
+from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.shell import Shell
+from greenroom.runtime.slots import LiveSlots
 
 
 class Memory(Part):
@@ -48,3 +52,40 @@ class Memory(Part):
 
     async def close(self) -> None:
         await self.watch.close()
+
+
+# --- peaks that grow ------------------------------------------------------------------------------------------------
+
+# Growth by this share is stored at once: a peak that doubles is stored about 70 times, not more.
+STEP: Final = 0.01
+# Smaller growth is stored at most this often.
+EVERY_S: Final = 60.0
+
+
+class Growth:
+    """Stores peaks that grow while slots serve."""
+
+    def __init__(self, slots: LiveSlots, watch: MemoryWatch, memory: SlotMemory, loop: SchedulerLoop) -> None:
+        self._slots = slots
+        self._watch = watch
+        self._memory = memory
+        self._loop = loop
+        # The peak of each slot that was stored last, in MiB, and when.
+        self._noted: dict[SlotId, tuple[int, float]] = {}
+
+    def look(self) -> None:
+        """Called after each look at memory."""
+        now, live = self._loop.clock(), self._slots.live
+        self._noted = {slot: noted for slot, noted in self._noted.items() if slot in live}
+        for slot, one in list(live.items()):
+            peak_mib = sum(self._watch.peak_of(slot).values())
+            if _is_worth_it(peak_mib, self._noted.get(slot), now):
+                self._noted[slot] = (peak_mib, now)
+                self._memory.grew(slot, one.entry)
+
+
+def _is_worth_it(peak_mib: int, noted: tuple[int, float] | None, now: float) -> bool:
+    if noted is None:
+        return peak_mib > 0
+    before_mib, at = noted
+    return peak_mib > before_mib * (1 + STEP) or (peak_mib > before_mib and now >= at + EVERY_S)

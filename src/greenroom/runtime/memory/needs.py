@@ -131,8 +131,8 @@ class Needs(Part):
             guess = look.estimate.need if look.estimate is not None and source == MEASURED else Need()
             need = self._hosted(need.or_more(guess), look.asleep)
         raised = self._raised(look) if look.fills_claim else known.raised if known is not None else Need()
-        if not _covers(need, raised):
-            need, source = need.or_more(raised), RAISED
+        if (least := need.or_more(raised)) != need:
+            need, source = least, RAISED
         if model.gpu_memory_budget_mib is not None and need.gpu_mib > model.gpu_memory_budget_mib:
             need, source = Need(model.gpu_memory_budget_mib, need.host_mib), BUDGET
         return Account(need, source, look.estimate, known)
@@ -307,10 +307,6 @@ def _with_host(model: Model, need: Need) -> Need:
     if need.gpu_mib:
         return Need(need.gpu_mib, model.host_memory_mib or need.host_mib)
     return Need(0, need.host_mib + model.host_memory_mib)
-
-
-def _covers(need: Need, least: Need) -> bool:
-    return need.gpu_mib >= least.gpu_mib and need.host_mib >= least.host_mib
 
 
 # Longer texts are no names; this also bounds the work of the patterns.

@@ -29,10 +29,6 @@ IDLE_MIB = 64
 _MEMORY_V2 = "nvmlMemory_v2"
 
 
-def bindings() -> Any:
-    return importlib.import_module("pynvml")
-
-
 @dataclass(frozen=True, slots=True)
 class _Card:
     handle: Any
@@ -46,12 +42,12 @@ class NvmlProbe:
 
     kind = "nvml"
 
-    def __init__(self, nvml: Any = None, host: HostProbe = THIS_MACHINE, load: Callable[[], Any] = bindings) -> None:
-        """`load` is asked for the bindings if there are none yet."""
+    def __init__(self, nvml: Any = None, host: HostProbe = THIS_MACHINE) -> None:
+        """`nvml` are the bindings; those that are installed if none are given."""
         self._host = host
         self._is_open = False
         try:
-            self._nvml = nvml or load()
+            self._nvml = nvml or importlib.import_module("pynvml")
         except Exception as error:
             raise ProbeFailed(f"NVML cannot be used: {error}.") from error
         self._open()

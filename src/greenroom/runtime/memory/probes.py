@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from greenroom.base.detached import run_detached
 from greenroom.config.schema import Config
 from greenroom.errors import ConfigError, ProbeFailed
-from greenroom.runtime.memory.nvml import NvmlProbe, bindings
+from greenroom.process import proc
+from greenroom.runtime.memory.nvml import NvmlProbe
 from greenroom.runtime.memory.readings import (
     THIS_MACHINE,
     GpuReading,
@@ -38,7 +39,6 @@ FILE_BYTES_MAX = 1024 * 1024
 PROCESSES_MAX = 10_000
 
 Mib = Annotated[int, Field(ge=0, le=2**40)]
-_DEAD_STATES = frozenset({"Z", "X", "x"})
 
 
 class _Gpu(BaseModel):
@@ -70,7 +70,7 @@ class _ProcessUse:
     mib: dict[str, int]
 
 
-class FileProbe:
+class FileProbe(Probe):
     """GPUs described by a file: for tests, and for accelerators that only a script of the operator can read.
 
     FILE holds `{"gpus": [{"uuid": "GPU-a", "name": "…", "memory_mib": 24000, "foreign_mib": 0}],
@@ -97,12 +97,6 @@ class FileProbe:
         gpus = (_reading(index, gpu, processes, described.pids_visible) for index, gpu in enumerate(described.gpus))
         return Reading(tuple(gpus), self._host.look())
 
-    def glance(self, uuid: str) -> GpuReading | None:
-        return self.look().gpu(uuid)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
     def _described(self) -> _File:
         try:
             described = _File.model_validate_json(_content(self._path))
@@ -113,7 +107,7 @@ class FileProbe:
         return described
 
     def _processes(self, linger_s: float) -> list[_ProcessUse]:
-        alive = {pid: self._lives(pid) for pid in self._pids()}
+        alive = {pid: (seen := proc.stat(pid)) is not None and not seen.is_dead for pid in self._pids()}
         now = self._clock()
         dead = (pid for pid, lives in alive.items() if not lives)
         self._dead_since = {pid: self._dead_since.get(pid, now) for pid in dead} if linger_s else {}
@@ -135,14 +129,6 @@ class FileProbe:
             return {}
         except (OSError, ValidationError) as error:
             raise ProbeFailed(f"{path} does not say what a process uses: {_reason(error)}.") from error
-
-    def _lives(self, pid: int) -> bool:
-        try:
-            stat = (self._host.proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return False
-        # The name in parentheses may itself hold spaces and parentheses.
-        return stat.rpartition(")")[2].split()[0] not in _DEAD_STATES
 
 
 def _reading(index: int, gpu: _Gpu, processes: list[_ProcessUse], pids_visible: bool) -> GpuReading:
@@ -172,8 +158,9 @@ def _reason(error: OSError | ValidationError) -> str:
     return f"{where}: {first['msg']}" if where else str(first["msg"])
 
 
-def make_probe(config: Config, environ: Mapping[str, str] = os.environ, nvml: Callable[[], Any] = bindings) -> Probe:
-    """Raises ProbeFailed if the configuration insists on a probe that does not work here."""
+def make_probe(config: Config, environ: Mapping[str, str] = os.environ, nvml: Any = None) -> Probe:
+    """`nvml` are other bindings than the installed ones. Raises ProbeFailed if the configuration insists on a probe
+    that does not work here."""
     memory = config.memory
     if config.gpus:
         return SimulatedProbe(config.gpus)
@@ -182,16 +169,14 @@ def make_probe(config: Config, environ: Mapping[str, str] = os.environ, nvml: Ca
     if memory.file is not None:
         return _visible(FileProbe(Path(memory.file)), environ)
     try:
-        return _visible(NvmlProbe(load=nvml), environ)
+        return _visible(NvmlProbe(nvml), environ)
     except ProbeFailed as error:
         if memory.probe == "nvml":
             raise
         return NoProbe(error.message)
 
 
-def open_probe(
-    config: Config, environ: Mapping[str, str] = os.environ, nvml: Callable[[], Any] = bindings
-) -> tuple[Probe, Reading]:
+def open_probe(config: Config, environ: Mapping[str, str] = os.environ, nvml: Any = None) -> tuple[Probe, Reading]:
     """A probe and its first look. Blocks. Raises ProbeFailed as `make_probe` does, or if that look fails."""
     probe = make_probe(config, environ, nvml)
     try:

@@ -1,4 +1,4 @@
-"""Readings of memory: each GPU with the processes on it, and the host; and whose memory that is.
+"""Readings of memory: each GPU with the processes on it, and the host; and to which owner that memory is attributed.
 
 Owns the records of a reading, the protocol `Probe`, and the reading of this host: /proc/meminfo, cgroups, /dev/shm and
 single processes. In a container the limit of its cgroup counts. `HostProbe` never raises: what cannot be read counts as
@@ -65,13 +65,16 @@ class Probe(Protocol):
 
     def look(self) -> Reading:
         """Read everything now. Blocks, so it is called in a thread. Raises ProbeFailed."""
+        ...
 
     def glance(self, uuid: str) -> GpuReading | None:
         """The memory of one GPU now, as quickly as possible; None if there is no such GPU. Blocks and raises as `look`
         does, and may run at the same time."""
+        return self.look().gpu(uuid)
 
     def close(self) -> None:
         """Release what it holds. It is not used again."""
+        return
 
 
 def named(gpus: Sequence[GpuReading], word: str) -> GpuReading | None:
@@ -159,7 +162,7 @@ SIMULATED: Final = "simulated"
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedProbe:
+class SimulatedProbe(Probe):
     """The GPUs under `gpus` in the configuration, called gpu0, gpu1 …"""
 
     gpus: tuple[Gpu, ...]
@@ -172,15 +175,9 @@ class SimulatedProbe:
         )
         return Reading(tuple(seen), self.host.look())
 
-    def glance(self, uuid: str) -> GpuReading | None:
-        return self.look().gpu(uuid)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
 
 @dataclass(frozen=True, slots=True)
-class NoProbe:
+class NoProbe(Probe):
     """No GPUs: there are none, or they must not be used. `why` says which, for the log."""
 
     why: str = ""
@@ -189,12 +186,6 @@ class NoProbe:
 
     def look(self) -> Reading:
         return Reading((), self.host.look())
-
-    def glance(self, uuid: str) -> GpuReading | None:
-        return None
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def _and_above(root: Path, path: str) -> Iterator[Path]:
@@ -237,7 +228,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-# --- whose memory it is ---------------------------------------------------------------------------------------------
+# --- the owners of memory -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

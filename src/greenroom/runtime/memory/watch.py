@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Protocol
 
 from greenroom.base.detached import run_detached
 from greenroom.base.repeated import Repeated
@@ -17,7 +17,6 @@ from greenroom.core.events import Event, MemoryChanged
 from greenroom.core.model import NO_CLAIM, Claim, DeviceId, SlotId, larger
 from greenroom.errors import ProbeFailed
 from greenroom.process import proc
-from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.readings import (
     THIS_MACHINE,
@@ -31,7 +30,6 @@ from greenroom.runtime.memory.readings import (
     short_of,
 )
 from greenroom.runtime.scheduler_loop import SchedulerLoop
-from greenroom.runtime.slots import LiveSlots
 from greenroom.runtime.timeouts import TIMEOUTS, MemoryTimeouts
 from greenroom.runtime.workers.hosted_slots import HostedSlots
 from greenroom.telemetry.logs import get_logger
@@ -190,7 +188,7 @@ class MemoryWatch:
         if not done:
             raise ProbeFailed(f"The {self.kind} probe has not answered for {look_s:g} s.")
         if not looking.cancelled():
-            # That of a look which was given up is nobody's.
+            # The error of a look that was given up is not reported.
             looking.exception()
 
     def _look(self, owners: Mapping[str, Owner], by_identity: proc.ByIdentity) -> MemoryLook:
@@ -329,58 +327,3 @@ def _is_news(now: Claim, told: Claim) -> bool:
     if now.keys() != told.keys():
         return True
     return any(abs(mib - told[device]) >= (HOST_STEP_MIB if device == HOST else 1) for device, mib in now.items())
-
-
-# --- peaks that grow ------------------------------------------------------------------------------------------------
-
-# Growth by this share is stored at once: a peak that doubles is stored about 70 times, not more.
-STEP: Final = 0.01
-# Smaller growth is stored at most this often.
-EVERY_S: Final = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Noted:
-    """The peak of a slot that was stored last."""
-
-    mib: int
-    at: float
-
-
-class Peaks(Protocol):
-    def grew(self, slot: SlotId, entry: Entry) -> None:
-        """Store the peak of this slot for its model."""
-
-
-class Growth:
-    """Stores peaks that grow while slots serve."""
-
-    def __init__(
-        self,
-        slots: LiveSlots,
-        watch: MemoryWatch,
-        memory: Peaks,
-        loop: SchedulerLoop,
-    ) -> None:
-        self._slots = slots
-        self._watch = watch
-        self._memory = memory
-        self._loop = loop
-        self._noted: dict[SlotId, Noted] = {}
-
-    def look(self) -> None:
-        """Called after each look at memory."""
-        now, live = self._loop.clock(), self._slots.live
-        self._noted = {slot: noted for slot, noted in self._noted.items() if slot in live}
-        for slot, one in list(live.items()):
-            peak_mib = sum(self._watch.peak_of(slot).values())
-            if _is_worth_it(peak_mib, self._noted.get(slot), now):
-                self._noted[slot] = Noted(peak_mib, now)
-                self._memory.grew(slot, one.entry)
-
-
-def _is_worth_it(peak_mib: int, noted: Noted | None, now: float) -> bool:
-    if noted is None:
-        return peak_mib > 0
-    is_much = peak_mib > noted.mib * (1 + STEP)
-    return is_much or (peak_mib > noted.mib and now >= noted.at + EVERY_S)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import stat
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
@@ -29,6 +30,8 @@ from greenroom.config.part import GatewayState
 from greenroom.core.model import Claim, DeviceId, ModelId, Move, SlotId, Tier
 from greenroom.core.view import SchedulerView
 from greenroom.errors import GreenroomError, OutsideRoots
+from greenroom.process.proc import bytes_read
+from greenroom.process.spawn import Child
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.observer import Observer
@@ -39,8 +42,9 @@ class NoGrant(Exception):
     """This memory cannot be had now. Nothing has failed: the scheduler plans again."""
 
 
-class Grants(Protocol):
-    """Permission to use memory. `SharedSlots` asks the store that gateways share; `AlwaysGranted` needs none."""
+class Grants:
+    """Permission to use memory. This one grants all that the scheduler decided: no other gateway uses these GPUs.
+    `SharedSlots` asks the store that gateways share."""
 
     async def enter(self, move: Move) -> None:
         """Hold what this load needs. Raises NoGrant or StoreDown; `leave` follows in any case."""
@@ -56,25 +60,6 @@ class Grants(Protocol):
 
     def is_taken(self, slot: SlotId) -> bool:
         """True if the slot's memory was granted to another holder, so that its engine must end at once."""
-        ...
-
-
-class AlwaysGranted:
-    """The GPUs of this gateway are not shared: what the scheduler decided is enough."""
-
-    async def enter(self, move: Move) -> None:
-        return
-
-    async def confirm(self, slot: SlotId) -> None:
-        return
-
-    async def make_way(self, move: Move) -> None:
-        return
-
-    async def leave(self, slot: SlotId) -> None:
-        return
-
-    def is_taken(self, slot: SlotId) -> bool:
         return False
 
 
@@ -345,3 +330,51 @@ def files_of(entry: Entry) -> list[str]:
     with contextlib.suppress(OSError, ValueError, GreenroomError):
         named += map(str, entry.engine.files(entry.config))
     return [path for path in named if "\0" not in path]
+
+
+# --- how far a start is ---------------------------------------------------------------------------------------------
+
+# Words of vLLM and SGLang while they read the files of a model; llama.cpp prints a dot for each percent.
+_SHARDS: Final = re.compile(r"checkpoint shards:\s+(\d{1,3})% Completed")
+_DOTS: Final = re.compile(r"\.{1,100}")
+_LINES_READ: Final = 20
+
+
+class Starting:
+    """How far an engine is that starts: by what it prints, and by what its processes have read of the model's files.
+
+    Pages of a mapped file count as read once they are in the process, whether they came from the disk or were in the
+    page cache. The little that a program reads of itself counts too.
+    """
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self._size_bytes = 0
+        # The largest share that callers were told: sources change, and files are unmapped again.
+        self.furthest = 0.0
+
+    async def measure(self, entry: Entry) -> None:
+        """Learn how large the files are. The disk may hang: nothing waits for this."""
+        with contextlib.suppress(OSError):
+            self._size_bytes = await run_detached(lambda: _size_of(entry), f"size of {entry.id}")
+
+    def told(self) -> float | None:
+        """The share that the engine says it has done, by the last of its words."""
+        for line in reversed(self._child.log.tail(_LINES_READ)):
+            if found := _SHARDS.search(line):
+                return int(found[1]) / 100
+            if _DOTS.fullmatch(line.strip()):
+                return len(line.strip()) / 100
+        return None
+
+    def read(self) -> float | None:
+        """The share of the files that its processes have read; None while their size is not known."""
+        return sum(map(bytes_read, self._child.tree())) / self._size_bytes if self._size_bytes else None
+
+
+def _size_of(entry: Entry) -> int:
+    size_bytes = 0
+    for file in set(files_of(entry)):
+        with contextlib.suppress(OSError):
+            size_bytes += os.path.getsize(file) if os.path.isfile(file) else 0
+    return size_bytes

@@ -19,13 +19,13 @@ from greenroom.errors import EngineFault, LoadFailed
 from greenroom.process.proc import oom_kills
 from greenroom.process.spawn import Exit
 from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.clocks import running_timeout
 from greenroom.runtime.memory.slot_memory import HostedMemory
 from greenroom.runtime.moves.admission import MemoryGrants
-from greenroom.runtime.moves.load_errors import LAST_LINES, LostSlots
+from greenroom.runtime.moves.load_errors import LAST_LINES, LoadErrors
 from greenroom.runtime.moves.opening import SlotOpener, uninterrupted
 from greenroom.runtime.shell import Shell
 from greenroom.runtime.slots import LiveSlot
-from greenroom.runtime.standstill import running_timeout
 from greenroom.runtime.workers.control_link import Answer, OpFailed, WorkerLost, count, seconds
 from greenroom.runtime.workers.hosted_slots import HostedSlot
 from greenroom.runtime.workers.worker import STOP_S, Worker
@@ -54,7 +54,7 @@ class HostedMoves:
         opener: SlotOpener,
         memory: HostedMemory,
         admission: MemoryGrants,
-        lost: LostSlots,
+        failures: LoadErrors,
     ) -> None:
         self.table = shell.hosted_slots
         self._slots = shell.slots
@@ -64,7 +64,7 @@ class HostedMoves:
         self._admission = admission
         self._grants = admission.grants
         self._cleanup = admission.cleanup
-        self._lost = lost
+        self._failures = failures
         self._observer = shell.observer
         self._loop = shell.loop
 
@@ -95,25 +95,14 @@ class HostedMoves:
 
     async def sleep(self, move: Move) -> SeenMove:
         """Give its GPU memory back. Raises LoadFailed if the worker cannot; the slot must be unloaded then."""
-        slot = self.table.there[move.slot]
-        # The slot is untouched until it is certain that its memory will be used.
-        await self._grants.make_way(move)
-        with _moving(slot):
-            self._slots.live.pop(slot.id, None)
-            async with self._giving_back(slot):
-                await self._put_to_sleep(move, slot)
-        await self._grants.leave(slot.id)
+        async with self._leaving(move) as slot:
+            await self._put_to_sleep(move, slot)
         return SeenMove(slot.told)
 
     async def unload(self, move: Move) -> None:
         """Close the slot and free its arena."""
-        slot = self.table.there[move.slot]
-        await self._grants.make_way(move)
-        with _moving(slot):
-            self._slots.live.pop(slot.id, None)
-            async with self._giving_back(slot):
-                await self._forget(slot)
-        await self._grants.leave(slot.id)
+        async with self._leaving(move) as slot:
+            await self._forget(slot)
 
     def reconcile(self, slot: SlotId) -> None:
         """Called after each move: forget a slot which the scheduler dropped because its worker ended just then."""
@@ -171,13 +160,19 @@ class HostedMoves:
                 raise
 
     @asynccontextmanager
-    async def _giving_back(self, slot: HostedSlot) -> AsyncIterator[None]:
-        """Wait, after the block, until what the slot held on its GPUs is really free."""
-        held = slot.on_gpus
-        before = {gpu: await self._memory.glance(gpu) for gpu in held}
-        yield
-        for gpu, held_mib in held.items():
-            await self._memory.back(slot.id, gpu, before[gpu], held_mib)
+    async def _leaving(self, move: Move) -> AsyncIterator[HostedSlot]:
+        """Wait, after the block, until what the slot held on its GPUs is really free, and give its grant back."""
+        slot = self.table.there[move.slot]
+        # The slot is untouched until it is certain that its memory will be used.
+        await self._grants.make_way(move)
+        with _moving(slot):
+            self._slots.live.pop(slot.id, None)
+            held = slot.on_gpus
+            before = {gpu: await self._memory.glance(gpu) for gpu in held}
+            yield slot
+            for gpu, held_mib in held.items():
+                await self._memory.back(slot.id, gpu, before[gpu], held_mib)
+        await self._grants.leave(slot.id)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -225,7 +220,7 @@ class HostedMoves:
             slot.socket,
             ready_since,
             stop=lambda: child.stop(STOP_S),
-            others_answer=lambda: self._slots.answers(child),
+            slots=self._slots,
         )
         took_s = self._loop.clock() - began + seconds(answer, "expected_s")
         self._observer.woke(slot.entry.id, count(answer, "bytes"), took_s)
@@ -289,15 +284,15 @@ class HostedMoves:
         for slot in were_ready:
             self._slots.live.pop(slot.id, None)
             slot.is_ready = False
-            self._lost.report(slot.entry, slot.id, exit)
+            self._observer.lost(slot.entry.id, slot.id, str(exit))
         gpus = frozenset(gpu for slot in there for gpu in slot.gpus)
         work = self._clean_up(worker, gpus, [slot.id for slot in were_ready])
         self._cleanup.start(work, gpus, f"remains {worker.id}")
         lost = [slot for slot in were_ready if not slot.is_moving]
         for slot in lost:
-            self._lost.keep_error(slot.entry, slot.id, "worker", exit, worker.lines_of(slot.id, LAST_LINES))
+            self._failures.ended(slot.entry, slot.id, "worker", exit, worker.lines_of(slot.id, LAST_LINES))
         if lost:
-            self._lost.post([slot.id for slot in lost], Tier.ASLEEP, exit)
+            self._failures.post_lost([slot.id for slot in lost], Tier.ASLEEP, exit)
         for slot in there:
             if not slot.is_moving:
                 self._opener.let_go(slot)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from greenroom.core.events import SlotsLost
@@ -17,12 +17,10 @@ from greenroom.errors import GreenroomError, LoadFailed, UnusableModel
 from greenroom.process.logs import START_LINES_MAX, telling_line
 from greenroom.process.proc import oom_kills
 from greenroom.process.spawn import Child, Exit
-from greenroom.process.state_dir import StateDir
-from greenroom.runtime.catalogue import Catalog, Entry
+from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.slot_memory import HostedMemory, SlotMemory
 from greenroom.runtime.memory.watch import MemoryWatch
 from greenroom.runtime.moves.admission import NoGrant
-from greenroom.runtime.scheduler_loop import SchedulerLoop
 from greenroom.runtime.shell import Shell
 from greenroom.runtime.workers.control_link import OpFailed
 from greenroom.runtime.workers.worker import Worker
@@ -39,13 +37,14 @@ def failed(said: str, why: str, reason: str | None, lines: Sequence[str]) -> Loa
 
 
 class LoadErrors(dict[ModelId, GreenroomError]):
-    """The last error of each model."""
+    """The last error of each model. Reports slots that were lost because their process ended without being asked to."""
 
-    def __init__(self, state_dir: StateDir, catalog: Catalog, loop: SchedulerLoop) -> None:
+    def __init__(self, shell: Shell, watch: MemoryWatch) -> None:
         super().__init__()
-        self._loop = loop
-        self._state_dir = state_dir
-        self._catalog = catalog
+        self._loop = shell.loop
+        self._state_dir = shell.state_dir
+        self._catalog = shell.catalog
+        self._watch = watch
 
     def keep(self, model: ModelId, error: GreenroomError) -> None:
         """Keep this error, without paths of the state directory."""
@@ -64,25 +63,7 @@ class LoadErrors(dict[ModelId, GreenroomError]):
         said, why = f"{entry.id} was lost", f"its {program} ended ({exit})"
         self.keep(entry.id, failed(said, why, telling_line(lines), lines))
 
-
-class LostSlots:
-    """Reports slots that were lost because their process ended without being asked to."""
-
-    def __init__(self, errors: LoadErrors, shell: Shell, watch: MemoryWatch) -> None:
-        self._errors = errors
-        self._observer = shell.observer
-        self._watch = watch
-        self._loop = shell.loop
-
-    def report(self, entry: Entry, slot: SlotId, exit: Exit) -> None:
-        """Log the loss of one slot."""
-        self._observer.lost(entry.id, slot, str(exit))
-
-    def keep_error(self, entry: Entry, slot: SlotId, program: str, exit: Exit, lines: Sequence[str]) -> None:
-        """Keep how it ended as the error of its model."""
-        self._errors.ended(entry, slot, program, exit, lines)
-
-    def post(self, slots: Sequence[SlotId], left_in: Tier, exit: Exit) -> None:
+    def post_lost(self, slots: Sequence[SlotId], left_in: Tier, exit: Exit) -> None:
         """Tell the scheduler, in one event for all slots of the process."""
         self._watch.post_and_look(SlotsLost(self._loop.clock(), tuple(slots), left_in, str(exit)))
 
@@ -93,20 +74,15 @@ class LostSlots:
 _KILLED_CODE: Final = 128 + signal.SIGKILL
 
 
-def evidence_of_no_memory(
-    child: Child, lines: Sequence[str], kills_before: int, kills: Callable[[], int] = oom_kills
-) -> str | None:
+def evidence_of_no_memory(child: Child, lines: Sequence[str], kills: int) -> str | None:
     """The line of this start, or the act of the kernel, which shows that memory ran out; None if there is none. `kills`
-    counts the processes that the kernel has ended for memory; `kills_before` is its count before the start."""
+    are the processes that the kernel has ended for memory since the start."""
     if complaint := memory_complaint(lines):
         return complaint
-    if child.exit is not None and _was_killed(child.exit) and kills() > kills_before:
+    was_killed = child.exit is not None and (child.exit.signal == signal.SIGKILL or child.exit.code == _KILLED_CODE)
+    if was_killed and kills > 0:
         return "the kernel ended it because the host's memory was full"
     return None
-
-
-def _was_killed(exit: Exit) -> bool:
-    return exit.signal == signal.SIGKILL or exit.code == _KILLED_CODE
 
 
 # One pattern a line, grouped by the program that prints it. Case is ignored.
@@ -175,7 +151,7 @@ class HostedErrors:
     def worker_ended(self, move: Move, entry: Entry, worker: Worker, kills_before: int) -> LoadFailed:
         """The error of a load during which the worker ended."""
         lines = worker.lines_of(move.slot, START_LINES_MAX)
-        if complaint := evidence_of_no_memory(worker.child, lines, kills_before):
+        if complaint := evidence_of_no_memory(worker.child, lines, oom_kills() - kills_before):
             return self._slot_memory.shortage(move, entry, complaint, "\n".join(lines[-LAST_LINES:]))
         said, why = f"{entry.id} could not be loaded", f"its worker ended ({worker.child.exit})"
         return failed(said, why, telling_line(lines), lines)

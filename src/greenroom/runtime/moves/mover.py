@@ -23,15 +23,19 @@ from greenroom.core.model import Claim, Move, MoveId, MoveKind, Outcome, SlotId
 from greenroom.engines.base import RemoteEngine
 from greenroom.errors import EngineMissing, GreenroomError, LoadFailed, LoadOutOfMemory, StoreDown, UnusableModel
 from greenroom.http.remote import RemoteEndpoint, RemoteLimits, RemotePool
+from greenroom.process.proc import PortRange
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.memory import Memory
-from greenroom.runtime.moves.admission import NoGrant
+from greenroom.runtime.memory.slot_memory import HostedMemory
+from greenroom.runtime.moves.admission import Cleanup, Grants, MemoryGrants, ModelRoots, NoGrant
 from greenroom.runtime.moves.hosted_moves import HostedMoves, SeenMove
-from greenroom.runtime.moves.load_errors import LoadErrors
+from greenroom.runtime.moves.load_errors import HostedErrors, LoadErrors
+from greenroom.runtime.moves.opening import SlotOpener
 from greenroom.runtime.moves.process_moves import ProcessMoves
 from greenroom.runtime.remote.spending import Spending
 from greenroom.runtime.shell import Shell
 from greenroom.runtime.slots import LiveSlot, LiveSlots
+from greenroom.runtime.workers.pool import WorkerPool
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("moves")
@@ -42,28 +46,35 @@ class Outdated(Exception):
 
 
 class Mover:
-    """`failures` holds the last error of each model, until it is loaded again."""
+    """`grants` are asked before memory is taken. `failures` holds the last error of each model, until it is loaded
+    again."""
 
-    def __init__(
-        self,
-        shell: Shell,
-        processes: ProcessMoves,
-        hosted: HostedMoves,
-        remote: RemoteMoves,
-        memory: Memory,
-        failures: LoadErrors,
-    ) -> None:
+    def __init__(self, shell: Shell, memory: Memory, grants: Grants, spending: Spending) -> None:
+        config, times, slot_memory = shell.config, shell.timeouts, memory.slot_memory
         self._catalog = shell.catalog
-        self._processes = processes
-        self._hosted = hosted
-        self._remote = remote
-        self._memory = memory.slot_memory
-        self.failures = failures
+        self._memory = slot_memory
         self._observer = shell.observer
         self._watch = memory.watch
         self._loop = shell.loop
         self._tasks: dict[MoveId, asyncio.Task[SeenMove]] = {}
         self._aborted: set[MoveId] = set()
+        cleanup = self.cleanup = Cleanup()
+        failures = self.failures = LoadErrors(shell, memory.watch)
+        roots, ports = ModelRoots(shell.live), PortRange(config.ports.first, config.ports.last)
+        hosted_memory = HostedMemory(shell.loop, shell.hosted_slots, memory.watch, timeouts=times.memory)
+        self._workers = WorkerPool(
+            shell.state_dir,
+            shell.observer,
+            lambda worker, exit: self.hosted.on_worker_lost(worker, exit),
+            keeps_spare=config.memory.spare_worker,
+            timeouts=times.workers,
+        )
+        shell.hosted_slots.workers = self._workers.workers
+        opener = SlotOpener(shell, self._workers, hosted_memory, HostedErrors(hosted_memory, slot_memory), roots)
+        self.hosted = HostedMoves(shell, opener, hosted_memory, MemoryGrants(grants, cleanup, hosted_memory), failures)
+        admission = MemoryGrants(grants, cleanup, slot_memory)
+        self._processes = ProcessMoves(shell, ports, slot_memory, admission, failures, roots)
+        self._remote = RemoteMoves(shell.slots, shell.live, spending)
 
     def start(self, move: Move) -> None:
         """Begin this move. It ends in a `MoveDone`."""
@@ -85,9 +96,10 @@ class Mover:
         """How many moves are under way."""
         return len(self._tasks)
 
-    async def cleaned_up(self) -> None:
-        """Wait until nothing is left of engines that crashed. Each process tree has its deadline in the keeper."""
-        await self._processes.cleaned_up()
+    async def finished(self) -> None:
+        """Wait until nothing is left of engines that crashed, then end the workers. Keepers have deadlines."""
+        await self.cleanup.finished()
+        await self._workers.close()
 
     # --- the end of a move ------------------------------------------------------------------------------------------
 
@@ -104,8 +116,8 @@ class Mover:
         took_s = self._loop.clock() - began if result.took_s is None else result.took_s
         self._observer.moved(move, outcome, round(took_s, 3))
         self._tell(move, MoveDone(self._loop.clock(), move.id, outcome, result.seen, took_s=result.took_s))
-        if move.slot in self._hosted.table.there:
-            self._hosted.reconcile(move.slot)
+        if move.slot in self.hosted.table.there:
+            self.hosted.reconcile(move.slot)
 
     def _outcome_of(self, move: Move, error: BaseException) -> Outcome:
         """What this error means to the scheduler. The error of a failed move is kept for callers that are rejected."""
@@ -138,7 +150,7 @@ class Mover:
     async def _carry_out(self, move: Move) -> SeenMove:
         if move.kind in (MoveKind.LOAD, MoveKind.PREPARE):
             result = await self._bring(move, self._current(move))
-        elif move.slot in self._hosted.table.there:
+        elif move.slot in self.hosted.table.there:
             result = await self._move_hosted(move)
         else:
             result = SeenMove(await self._move_other(move))
@@ -164,19 +176,19 @@ class Mover:
             public = f"{entry.id} could not be loaded: its engine is not installed here."
             raise EngineMissing(f"{entry.id} could not be loaded: {why}.", public=public)
         if engine.hosted is True:
-            bring = self._hosted.prepare if move.kind is MoveKind.PREPARE else self._hosted.load
+            bring = self.hosted.prepare if move.kind is MoveKind.PREPARE else self.hosted.load
             return await bring(move, entry, engine)
         assert move.kind is MoveKind.LOAD, "only workers prepare"
         return SeenMove(await self._processes.load(move, entry, engine))
 
     async def _move_hosted(self, move: Move) -> SeenMove:
         if move.kind is MoveKind.UNLOAD:
-            await self._hosted.unload(move)
+            await self.hosted.unload(move)
             return SeenMove()
         if move.kind is MoveKind.SLEEP:
-            return await self._hosted.sleep(move)
+            return await self.hosted.sleep(move)
         self._current(move)
-        return await self._hosted.wake(move)
+        return await self.hosted.wake(move)
 
     async def _move_other(self, move: Move) -> Claim | None:
         """Move the slot of a process or of a remote model. Returns what it was seen to use."""

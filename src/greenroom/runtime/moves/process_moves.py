@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final
 
 from greenroom.core.model import Claim, Move, SlotId, Tier
-from greenroom.engines.base import Launch, LaunchPlace, Listens, ProcessEngine
+from greenroom.engines.base import CallEngine, Launch, LaunchPlace, Listens, ProcessEngine
 from greenroom.errors import LoadFailed
 from greenroom.http.upstream import EngineAddress, Pool
 from greenroom.process.logs import START_LINES_MAX, StartLog, last_line, telling_line
 from greenroom.process.proc import PortRange, is_ours, listener_pids, oom_kills
 from greenroom.process.spawn import Child, Exit, spawn
 from greenroom.runtime.catalogue import Entry
+from greenroom.runtime.clocks import running_timeout
 from greenroom.runtime.memory.devices import HOST
 from greenroom.runtime.memory.slot_memory import Held, SlotMemory
-from greenroom.runtime.moves.admission import MemoryGrants, ModelRoots
-from greenroom.runtime.moves.load_errors import LAST_LINES, LostSlots, evidence_of_no_memory, failed
+from greenroom.runtime.moves.admission import MemoryGrants, ModelRoots, Starting
+from greenroom.runtime.moves.load_errors import LAST_LINES, LoadErrors, evidence_of_no_memory, failed
 from greenroom.runtime.moves.opening import uninterrupted
-from greenroom.runtime.moves.starting import Starting
 from greenroom.runtime.shell import Shell
 from greenroom.runtime.slots import LiveSlot
-from greenroom.runtime.standstill import running_timeout
 from greenroom.telemetry.logs import get_logger
 
 # Another process may take the port between our choice and the engine's bind; another port is tried this often.
@@ -53,7 +52,7 @@ class ProcessMoves:
         ports: PortRange,
         memory: SlotMemory,
         admission: MemoryGrants,
-        lost: LostSlots,
+        failures: LoadErrors,
         roots: ModelRoots,
     ) -> None:
         self._catalog = shell.catalog
@@ -63,13 +62,10 @@ class ProcessMoves:
         self._ports = ports
         self._memory = memory
         self._admission = admission
-        self._lost = lost
+        self._failures = failures
+        self._observer = shell.observer
         self._roots = roots
         self._ports_in_use: dict[SlotId, int] = {}
-
-    async def cleaned_up(self) -> None:
-        """Wait until nothing is left of engines that crashed."""
-        await self._admission.cleanup.finished()
 
     # --- load -----------------------------------------------------------------------------------------------------
 
@@ -132,7 +128,8 @@ class ProcessMoves:
             await child.stop(self._stop_s(move.slot, entry))
             await self._memory.back(move.slot, held)
             lines = log.tail(START_LINES_MAX)
-            if isinstance(error, LoadFailed) and (complaint := evidence_of_no_memory(child, lines, kills_before)):
+            kills = oom_kills() - kills_before
+            if isinstance(error, LoadFailed) and (complaint := evidence_of_no_memory(child, lines, kills)):
                 raise self._memory.shortage(move, entry, complaint, error.details or "") from error
             raise
         finally:
@@ -206,7 +203,8 @@ class ProcessMoves:
             # It ended a moment ago, which the scheduler was told.
             return None
         held = self._memory.held_by(live.id)
-        await self._told(live, "be put to sleep", SLEEP_MAX_S, lambda engine: engine.sleep)
+        async with _ordered(live, "be put to sleep", SLEEP_MAX_S) as (engine, call):
+            await engine.sleep(live.entry.config, call)
         await self._memory.slept(live.id, held.less(_stays(live.entry, held)))
         await self._admission.grants.leave(live.id)
         return await self._memory.look(live.id)
@@ -222,7 +220,8 @@ class ProcessMoves:
             if live is None:
                 raise LoadFailed(f"{move.model} could not be woken: its engine has ended.")
             try:
-                await self._told(live, "be woken", live.entry.config.load_timeout_s, lambda engine: engine.wake)
+                async with _ordered(live, "be woken", live.entry.config.load_timeout_s) as (engine, call):
+                    await engine.wake(live.entry.config, call)
             except BaseException:
                 await uninterrupted(self._stopped(live))
                 raise
@@ -231,19 +230,6 @@ class ProcessMoves:
     async def _stopped(self, live: LiveSlot) -> None:
         """End its process, which reports the loss of the slot as if it had crashed."""
         await live.process.stop(self._stop_timeout_s(live))
-
-    async def _told(
-        self, live: LiveSlot, what: str, max_s: float, order: Callable[[ProcessEngine], Callable[..., Awaitable[None]]]
-    ) -> None:
-        engine = live.entry.engine
-        assert isinstance(engine, ProcessEngine) and live.call is not None, "others are moved elsewhere"
-        try:
-            async with running_timeout(max_s):
-                await order(engine)(live.entry.config, live.call)
-        except (LoadFailed, OSError, ValueError) as error:
-            why = error.message.rstrip(".") if isinstance(error, LoadFailed) else str(error)
-            said = f"it took more than {max_s:g} s" if isinstance(error, TimeoutError) else why
-            raise LoadFailed(f"{live.entry.id} could not {what}: {said}.") from error
 
     # --- unload ---------------------------------------------------------------------------------------------------
 
@@ -278,17 +264,31 @@ class ProcessMoves:
         """The engine ended. If it was not asked to, everything it served is lost."""
         if self._slots.live.pop(live.id, None) is None:
             return
-        self._lost.report(live.entry, live.id, exit)
-        self._lost.keep_error(live.entry, live.id, "engine", exit, live.process.log.tail(LAST_LINES))
+        self._observer.lost(live.entry.id, live.id, str(exit))
+        self._failures.ended(live.entry, live.id, "engine", exit, live.process.log.tail(LAST_LINES))
         self._give_back(live.id, live.socket)
         self._clean_up(live)
-        self._lost.post((live.id,), Tier.COLD, exit)
+        self._failures.post_lost((live.id,), Tier.COLD, exit)
         live.pool.close()
 
     def _clean_up(self, live: LiveSlot) -> None:
         # What it held is read now: once the scheduler hears of the loss, it counts that as free.
         held = self._memory.held_by(live.id)
         self._admission.cleanup.start(self._end(live, held), held.unseen | frozenset(held.seen), f"remains {live.id}")
+
+
+@contextlib.asynccontextmanager
+async def _ordered(live: LiveSlot, what: str, max_s: float) -> AsyncIterator[tuple[ProcessEngine, CallEngine]]:
+    """For one order to its engine. Raises LoadFailed where it fails or takes too long."""
+    engine = live.entry.engine
+    assert isinstance(engine, ProcessEngine) and live.call is not None, "others are moved elsewhere"
+    try:
+        async with running_timeout(max_s):
+            yield engine, live.call
+    except (LoadFailed, OSError, ValueError) as error:
+        why = error.message.rstrip(".") if isinstance(error, LoadFailed) else str(error)
+        said = f"it took more than {max_s:g} s" if isinstance(error, TimeoutError) else why
+        raise LoadFailed(f"{live.entry.id} could not {what}: {said}.") from error
 
 
 def _stays(entry: Entry, held: Held) -> Claim:

@@ -26,6 +26,7 @@ from greenroom.base.detached import run_detached
 from greenroom.config.part import Part
 from greenroom.config.schema import Config
 from greenroom.errors import NotFound, OperationsFull, OperationStoreFull, ResultTooLarge, TooManyUnfinished
+from greenroom.runtime.clocks import SteadyClock
 from greenroom.runtime.observer import Hub
 from greenroom.runtime.operations import files
 from greenroom.runtime.operations.files import (
@@ -38,7 +39,6 @@ from greenroom.runtime.operations.files import (
     ResultPart,
     disk_failed,
 )
-from greenroom.runtime.steady_clock import SteadyClock
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("operations")
@@ -87,36 +87,18 @@ class JobLimits(KeepLimits):
         return cls(jobs.keep_s, jobs.count_max, jobs.store_mib * MIB, jobs.unfinished_max)
 
 
-class OperationEvents:
-    """Tells dashboards and the like each new status of a row, and while it runs how far it is."""
-
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
-
-    @property
-    def listeners(self) -> int:
-        return self._hub.listeners
-
-    def publish(self, row: Operation, progress: float | None = None) -> None:
-        about = {"id": row.id, "status": row.status.value, "model": row.model, "route": row.route, "tenant": row.tenant}
-        error = None if row.error is None else row.error.code
-        # `load` and `unload` are the events of the moves themselves.
-        what = "operation" if row.kind.is_move else row.kind.value
-        self._hub.publish(what, about | {"kind": row.kind.value, "error": error, "progress": progress})
-
-
 class OperationTable(Part):
     def __init__(
         self,
         stored: OperationFiles,
         limits: Callable[[], JobLimits],
-        events: OperationEvents,
+        hub: Hub,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._files = stored
         self._limits = limits
-        self.events = events
+        self._hub = hub
         self._wall = wall
         self._clock = clock
         self._steady = SteadyClock(wall, clock)
@@ -170,6 +152,21 @@ class OperationTable(Part):
             self._files.write_row(row)
         except OSError as error:
             _log.warning("an operation cannot be written", id=row.id, error=error.strerror or str(error))
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    @property
+    def listeners(self) -> int:
+        """Dashboards and the like."""
+        return self._hub.listeners
+
+    def publish(self, row: Operation, progress: float | None = None) -> None:
+        """Tell listeners the status of a row, and while it runs how far it is."""
+        about = {"id": row.id, "status": row.status.value, "model": row.model, "route": row.route, "tenant": row.tenant}
+        error = None if row.error is None else row.error.code
+        # `load` and `unload` are the events of the moves themselves.
+        what = "operation" if row.kind.is_move else row.kind.value
+        self._hub.publish(what, about | {"kind": row.kind.value, "error": error, "progress": progress})
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -449,7 +446,7 @@ class OperationTable(Part):
         self._used_bytes += _weight(row) - (0 if before is None else _weight(before))
         self._rows[row.id] = row
         self._changed_at[row.id] = self._clock()
-        self.events.publish(row)
+        self.publish(row)
 
     def _drop(self, row: Operation) -> None:
         del self._rows[row.id]

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+import msgspec
 
 from greenroom.base.detached import run_detached
 from greenroom.base.plain_file import read_plain, replace_file
@@ -29,7 +30,6 @@ from greenroom.telemetry.logs import get_logger
 _log = get_logger("learned")
 
 FILE_NAME = "learned.json"
-VERSION = 1
 # A crash costs at most what was learned in this time.
 WRITE_EVERY_S = 30.0
 # Includes models that are no longer configured, in case they return; the oldest are forgotten first.
@@ -42,10 +42,23 @@ SECONDS_MIN = 0.0001
 SECONDS_MAX = 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class RememberedTimes:
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=SECONDS_MAX)]
+
+
+class RememberedTimes(msgspec.Struct, frozen=True):
     identity: str
-    learned: Learned
+    moves_s: dict[MoveKind, Seconds]
+    service_s: Seconds | None
+
+    @classmethod
+    def of(cls, identity: str, learned: Learned) -> RememberedTimes:
+        moves_s = {kind: _rounded(seconds) for kind, seconds in learned.moves_s.items()}
+        return cls(identity, moves_s, None if learned.service_s is None else _rounded(learned.service_s))
+
+
+class _File(msgspec.Struct):
+    version: Literal[1]
+    models: dict[ModelId, RememberedTimes]
 
 
 def identity_of(model: Model) -> str:
@@ -82,9 +95,9 @@ class LearnedTimes(Part):
         """The learned times of these models, as they are configured now."""
         wanted = self._known.keys() & frozenset(models)
         return {
-            entry.id: self._known[entry.id].learned
+            entry.id: Learned(known.moves_s, known.service_s)
             for entry in self._entries
-            if entry.id in wanted and self._known[entry.id].identity == self._identity(entry)
+            if entry.id in wanted and (known := self._known[entry.id]).identity == self._identity(entry)
         }
 
     def begin(self) -> None:
@@ -110,7 +123,7 @@ class LearnedTimes(Part):
             if (times := learned.get(entry.id)) is not None:
                 # Moved to the end: the newest are last.
                 self._known.pop(entry.id, None)
-                self._known[entry.id] = RememberedTimes(self._identity(entry), times)
+                self._known[entry.id] = RememberedTimes.of(self._identity(entry), times)
         for model in list(self._known)[: max(0, len(self._known) - self._models_max)]:
             del self._known[model]
 
@@ -126,25 +139,19 @@ def known_loads_s(folder: Path, models: Mapping[str, Model]) -> dict[str, float]
     """How long these models took to load, as far as an earlier run has learned it. Changes nothing."""
     known = _read(folder / FILE_NAME)
     return {
-        name: known[ModelId(name)].learned.moves_s[MoveKind.LOAD]
+        name: times.moves_s[MoveKind.LOAD]
         for name, model in models.items()
-        if ModelId(name) in known
-        and known[ModelId(name)].identity == identity_of(model)
-        and MoveKind.LOAD in known[ModelId(name)].learned.moves_s
+        if (times := known.get(ModelId(name))) is not None
+        and times.identity == identity_of(model)
+        and MoveKind.LOAD in times.moves_s
     }
 
 
 # --- the file -------------------------------------------------------------------------------------------------------
 
 
-def _text(known: Mapping[ModelId, RememberedTimes]) -> str:
-    models = {model: {"identity": one.identity, **_said(one.learned)} for model, one in known.items()}
-    return json.dumps({"version": VERSION, "models": models}, indent=1) + "\n"
-
-
-def _said(learned: Learned) -> dict[str, Any]:
-    moves_s = {kind.value: _rounded(seconds) for kind, seconds in learned.moves_s.items()}
-    return {"moves_s": moves_s, "service_s": None if learned.service_s is None else _rounded(learned.service_s)}
+def _text(known: dict[ModelId, RememberedTimes]) -> str:
+    return msgspec.json.format(msgspec.json.encode(_File(1, known)), indent=1).decode() + "\n"
 
 
 def _rounded(seconds: float) -> float:
@@ -154,35 +161,17 @@ def _rounded(seconds: float) -> float:
 def _read(path: Path) -> dict[ModelId, RememberedTimes]:
     """The times of an earlier run; none, with a warning, if they cannot be read."""
     try:
-        return _parsed(read_plain(path, FILE_BYTES_MAX).decode())
+        return msgspec.json.decode(read_plain(path, FILE_BYTES_MAX), type=_File).models
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         _log.warning(
             "learned times are ignored and will be learned anew", file=str(path), error=str(error) or repr(error)
         )
         return {}
 
 
-def _parsed(text: str) -> dict[ModelId, RememberedTimes]:
-    said = json.loads(text)
-    if said["version"] != VERSION:
-        raise ValueError(f"it has version {said['version']}, this gateway reads {VERSION}")
-    return {ModelId(model): RememberedTimes(str(one["identity"]), _times(one)) for model, one in said["models"].items()}
-
-
-def _times(said: Mapping[str, Any]) -> Learned:
-    moves_s = {MoveKind(kind): _seconds(seconds) for kind, seconds in said["moves_s"].items()}
-    return Learned(moves_s, None if said["service_s"] is None else _seconds(said["service_s"]))
-
-
-def _seconds(said: object) -> float:
-    if isinstance(said, bool) or not isinstance(said, int | float) or not 0 < said <= SECONDS_MAX:
-        raise ValueError(f"{said!r} is not a number of seconds")
-    return float(said)
-
-
-def _write_if_new(path: Path, known: Mapping[ModelId, RememberedTimes], written: str) -> str:
+def _write_if_new(path: Path, known: dict[ModelId, RememberedTimes], written: str) -> str:
     """Write the file if this differs from what it has. Returns its text."""
     text = _text(known)
     if text != written:

@@ -14,17 +14,16 @@ import contextlib
 import csv
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from greenroom.config.part import Part
 from greenroom.core import effects, events, model
-from greenroom.core.effects import Effects, OpOutcome, Reason, Rejection
-from greenroom.core.events import Event, Timer
-from greenroom.core.model import LeaseId, Move, MoveId, OpId, RequestId, SlotId
+from greenroom.core.effects import Effects
+from greenroom.core.events import Event
 from greenroom.core.policy import coresidency
 from greenroom.runtime.record.line_file import WAITING_MAX, LineFile, first_bytes, set_aside
 from greenroom.telemetry.activity import Record
@@ -129,7 +128,7 @@ class EventRecorder(Part):
 
     def watching(self, effects: Effects) -> Effects:
         """The same effects, recorded."""
-        return WatchedEffects(effects, self)
+        return cast(Effects, WatchedEffects(effects, self))
 
     async def close(self) -> None:
         if not self._ended:
@@ -159,37 +158,16 @@ class WatchedEffects:
         self._effects = effects
         self._recorder = recorder
 
-    def grant(self, request: RequestId | LeaseId, slot: SlotId, reason: Reason) -> None:
-        self._recorder.add(("grant", (request, slot, reason)))
-        self._effects.grant(request, slot, reason)
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        effect = getattr(self._effects, name)
 
-    def reject(self, request: RequestId | LeaseId, rejection: Rejection, reason: Reason) -> None:
-        self._recorder.add(("reject", (request, rejection, reason)))
-        self._effects.reject(request, rejection, reason)
+        def recorded(*asked: Any) -> None:
+            self._recorder.add((name, asked))
+            effect(*asked)
 
-    def cut(self, request: RequestId, reason: Reason) -> None:
-        self._recorder.add(("cut", (request, reason)))
-        self._effects.cut(request, reason)
-
-    def move(self, move: Move, reason: Reason) -> None:
-        self._recorder.add(("move", (move, reason)))
-        self._effects.move(move, reason)
-
-    def abort(self, move: MoveId, reason: Reason) -> None:
-        self._recorder.add(("abort", (move, reason)))
-        self._effects.abort(move, reason)
-
-    def answer(self, op: OpId, outcome: OpOutcome, reason: Reason) -> None:
-        self._recorder.add(("answer", (op, outcome, reason)))
-        self._effects.answer(op, outcome, reason)
-
-    def recall(self, lease: LeaseId, deadline: float, reason: Reason) -> None:
-        self._recorder.add(("recall", (lease, deadline, reason)))
-        self._effects.recall(lease, deadline, reason)
-
-    def set_timer(self, timer: Timer, at: float | None, reason: Reason) -> None:
-        self._recorder.add(("set_timer", (timer, at, reason)))
-        self._effects.set_timer(timer, at, reason)
+        # Found at once from now on.
+        setattr(self, name, recorded)
+        return recorded
 
 
 def _line(numbered: _Numbered) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -18,6 +18,7 @@ from typing import Final
 from greenroom.base.detached import run_detached
 from greenroom.base.plain_file import read_plain, replace_file
 from greenroom.errors import ConfigError, ConfigNotKept
+from greenroom.runtime.remote.spending import SpendingStore
 from greenroom.telemetry.logs import get_logger
 
 _log = get_logger("remote")
@@ -33,24 +34,17 @@ _WORDS: Final = {
 
 
 class CloudFallback:
-    """`write` replaces a file; it blocks. Call `open` before anything is asked."""
+    """Call `open` before anything is asked."""
 
-    def __init__(
-        self,
-        folder: Path,
-        environ: Mapping[str, str] = os.environ,
-        *,
-        write: Callable[[Path, str], None] = replace_file,
-    ) -> None:
+    def __init__(self, folder: Path, environ: Mapping[str, str] = os.environ) -> None:
         self._path = folder / FILE_NAME
-        self._write = write
         self._environ = environ
         self._setting = asyncio.Lock()
         self.is_allowed = True
         # What was set, here or at another gateway; None if it never was, or cannot be read.
         self.known: bool | None = None
-        # Sets it for all gateways that share a store; False if that does not answer. None where nothing is shared.
-        self.set_shared: Callable[[bool], Awaitable[bool]] | None = None
+        # Sets it for all gateways that share a store. None where nothing is shared.
+        self.shared: SpendingStore | None = None
 
     def open(self) -> None:
         """Read what was set before. Blocks. Raises ConfigError if the environment says neither true nor false."""
@@ -78,7 +72,7 @@ class CloudFallback:
         """Set it for the requests that come from now on, here and at gateways that share a store. Raises ConfigNotKept,
         and then nothing has changed here."""
         async with self._setting:
-            if self.set_shared is not None and not await self.set_shared(is_allowed):
+            if self.shared is not None and not await self.shared.set(is_allowed):
                 raise ConfigNotKept("The store that this gateway shares with others does not answer. Try again.")
             try:
                 await self._keep(is_allowed)
@@ -99,5 +93,5 @@ class CloudFallback:
 
     async def _keep(self, is_allowed: bool) -> None:
         text = json.dumps({"version": 1, KEY: is_allowed})
-        await run_detached(partial(self._write, self._path, text), "write settings")
+        await run_detached(partial(replace_file, self._path, text), "write settings")
         self.is_allowed = self.known = is_allowed

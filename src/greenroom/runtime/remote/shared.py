@@ -80,7 +80,7 @@ class SharedRemote:
             lambda what, error: _log.bug("talking to the store of what remote models cost failed", error),
         )
         self._is_open = self._is_closed = False
-        spending.ask_store, spending.wake_store, fallback.set_shared = self._ask, self._asking.wake, self._set
+        spending.shared = fallback.shared = self
 
     async def open(self) -> None:
         """Ask the store once, and go on asking."""
@@ -102,7 +102,7 @@ class SharedRemote:
                 await self._client.zrem(PREFIX + "gateways", self._gateway)
         await self._client.aclose()
 
-    async def _ask(self) -> bool:
+    async def ask(self) -> bool:
         """Tell the store what was spent, and hear what others spent. False if it does not answer."""
         if self._is_closed:
             return False
@@ -111,10 +111,14 @@ class SharedRemote:
         self._asking.wake()
         return await answered
 
-    async def _set(self, is_allowed: bool) -> bool:
+    def wake(self) -> None:
+        """Ask the store soon, without waiting for it."""
+        self._asking.wake()
+
+    async def set(self, is_allowed: bool) -> bool:
         """Set the switch for all gateways. False if the store does not answer: it may have heard it all the same."""
         self._wanted = is_allowed
-        return await self._ask()
+        return await self.ask()
 
     async def _ask_again(self) -> None:
         # Those that ask from here on wait for the next call: this one may not have what they tell.

@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -73,18 +73,26 @@ class SharedSpending:
     gateways: int
 
 
-class Spending:
-    """`write` replaces a file; it blocks. Call `open` before anything is asked."""
+class SpendingStore(Protocol):
+    """What gateways share (`shared.py`)."""
 
-    def __init__(
-        self,
-        folder: Path,
-        wall: Callable[[], float] = time.time,
-        *,
-        write: Callable[[Path, str], None] = replace_file,
-    ) -> None:
+    async def ask(self) -> bool:
+        """Tell it what was spent here, and hear what others spent. False if it does not answer."""
+        ...
+
+    def wake(self) -> None:
+        """The same soon, without waiting for it."""
+
+    async def set(self, is_allowed: bool) -> bool:
+        """Set the switch for fallbacks at all gateways. False if it does not answer."""
+        ...
+
+
+class Spending:
+    """Call `open` before anything is asked."""
+
+    def __init__(self, folder: Path, wall: Callable[[], float] = time.time) -> None:
         self._path = folder / FILE_NAME
-        self._write = write
         self._wall = wall
         self._spent: Days = {}
         self._open: set[Bill] = set()
@@ -94,10 +102,8 @@ class Spending:
         )
         # Why it is not known what earlier runs spent. The file is not written then: it is the only trace of that.
         self.problem: str | None = None
-        # Exchanges sums with the other gateways; False if the store does not answer. None where none is shared.
-        self.ask_store: Callable[[], Awaitable[bool]] | None = None
-        # Lets it be asked soon, without waiting for it.
-        self.wake_store: Callable[[], None] | None = None
+        # Exchanges sums with the other gateways. None where none is shared.
+        self.shared: SpendingStore | None = None
         self.is_store_away = False
         self._heard: SharedSpending | None = None
         # What the file said, until the store was asked what an earlier run had told it beyond that.
@@ -203,9 +209,9 @@ class Spending:
 
     async def confirm(self, bill: Bill, budget: float | None) -> None:
         """Tell the other gateways of a request that was entered. Raises RemoteBudgetSpent if theirs leave no room."""
-        if budget is None or self.ask_store is None or self.is_store_away:
+        if budget is None or self.shared is None or self.is_store_away:
             return
-        await self.ask_store()
+        await self.shared.ask()
         if self._left(bill.name, budget) < 0.0:
             raise self._refusal(bill, budget, self.spent(bill.name) - bill.expected)
 
@@ -226,8 +232,8 @@ class Spending:
         self._open.discard(bill)
         of_today = self._spent.setdefault(self._today, {})
         of_today[bill.name] = of_today.get(bill.name, 0.0) + cost
-        if self.wake_store is not None and cost != bill.expected:
-            self.wake_store()
+        if self.shared is not None and cost != bill.expected:
+            self.shared.wake()
         self._write_soon()
 
     async def close(self) -> None:
@@ -249,7 +255,7 @@ class Spending:
             return
         self._is_stale = False
         try:
-            await run_detached(partial(self._write, self._path, self._text()), "write spending")
+            await run_detached(partial(replace_file, self._path, self._text()), "write spending")
             self._unwritten = None
         except BaseException as error:
             self._is_stale = True

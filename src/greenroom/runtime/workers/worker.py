@@ -17,7 +17,7 @@ from greenroom.errors import LoadFailed
 from greenroom.process.logs import START_LINES_MAX, LogRing, SharedLog, telling_line
 from greenroom.process.spawn import Child, Exit, spawn
 from greenroom.process.state_dir import StateDir
-from greenroom.runtime.standstill import running_timeout
+from greenroom.runtime.clocks import running_timeout
 from greenroom.runtime.timeouts import TIMEOUTS, WorkerTimeouts
 from greenroom.runtime.workers.control_link import Answer, ControlLink, OpFailed, Progress, WorkerLost, connect
 from greenroom.telemetry.logs import get_logger

@@ -15,7 +15,7 @@ from greenroom.config.schema import Config
 from greenroom.errors import ProbeFailed
 from greenroom.runtime.memory.probes import FileProbe, VisibleProbe, make_probe, open_probe, order_warning, visible
 from greenroom.runtime.memory.readings import GpuReading, NoProbe, Reading
-from tests.runtime.memory.probes.test_nvml import FakeNvml, NVMLError
+from tests.runtime.memory.probes.test_nvml import FakeNvml
 from tests.runtime.memory.readings import gpu, reading
 from tests.standins import fake_gpu
 
@@ -30,12 +30,13 @@ def driver() -> FakeNvml:
     return FakeNvml()
 
 
-def no_driver() -> None:
-    raise NVMLError("no library")
+@pytest.fixture
+def no_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
 
 
 def test_gpus_of_the_configuration_come_first(driver: FakeNvml) -> None:
-    probe = make_probe(config(gpus=[{"memory_mib": 8_000}, {"memory_mib": 4_000}]), {}, lambda: driver)
+    probe = make_probe(config(gpus=[{"memory_mib": 8_000}, {"memory_mib": 4_000}]), {}, driver)
     assert probe.kind == "simulated"
     assert [(gpu.uuid, gpu.total_mib, gpu.used_mib, gpu.processes) for gpu in probe.look().gpus] == [
         ("gpu0", 8_000, 0, {}),
@@ -47,38 +48,40 @@ def test_gpus_of_the_configuration_come_first(driver: FakeNvml) -> None:
 def test_nvml_is_used_where_it_works_and_shows_the_gpus_that_are_given_to_us(
     environ: dict[str, str], seen: list[str], driver: FakeNvml
 ) -> None:
-    probe, found = open_probe(config(), environ, lambda: driver)
+    probe, found = open_probe(config(), environ, driver)
     assert probe.kind == "nvml" and [gpu.uuid for gpu in found.gpus] == seen
 
 
+@pytest.mark.usefixtures("no_bindings")
 def test_a_machine_whose_driver_cannot_be_looked_at_has_no_gpus_and_says_why(driver: FakeNvml) -> None:
-    probe, seen = open_probe(config(), {}, no_driver)
+    probe, seen = open_probe(config(), {})
     assert probe.kind == "none" and seen.gpus == () and seen.host.total_mib > 0
-    assert isinstance(probe, NoProbe) and "no library" in probe.why
+    assert isinstance(probe, NoProbe) and "pynvml" in probe.why
     driver.broken = {"nvmlDeviceGetCount"}
-    assert open_probe(config(), {}, lambda: driver)[0].kind == "none" and not driver.is_open
+    assert open_probe(config(), {}, driver)[0].kind == "none" and not driver.is_open
 
 
+@pytest.mark.usefixtures("no_bindings")
 def test_nvml_that_was_asked_for_must_work(driver: FakeNvml) -> None:
     asked = config(memory={"probe": "nvml"})
-    with pytest.raises(ProbeFailed, match="no library"):
-        make_probe(asked, {}, no_driver)
+    with pytest.raises(ProbeFailed, match="pynvml"):
+        make_probe(asked, {})
     driver.broken = {"nvmlDeviceGetCount"}
     with pytest.raises(ProbeFailed, match="nvmlDeviceGetCount"):
-        open_probe(asked, {}, lambda: driver)
+        open_probe(asked, {}, driver)
 
 
 def test_gpus_can_be_left_out(driver: FakeNvml) -> None:
-    assert make_probe(config(memory={"probe": "none"}), {}, lambda: driver).look().gpus == ()
+    assert make_probe(config(memory={"probe": "none"}), {}, driver).look().gpus == ()
     assert not driver.is_open
 
 
 def test_a_file_can_describe_gpus(tmp_path: Path, driver: FakeNvml) -> None:
     file = fake_gpu.describe(tmp_path / "gpus.json", fake_gpu.gpu("GPU-x", 100), fake_gpu.gpu("GPU-y", 100))
     asked = config(memory={"probe": "file", "file": str(file)})
-    assert [gpu.uuid for gpu in make_probe(asked, {}, lambda: driver).look().gpus] == ["GPU-x", "GPU-y"]
+    assert [gpu.uuid for gpu in make_probe(asked, {}, driver).look().gpus] == ["GPU-x", "GPU-y"]
     given = {"CUDA_VISIBLE_DEVICES": "GPU-y"}
-    assert [gpu.uuid for gpu in make_probe(asked, given, lambda: driver).look().gpus] == ["GPU-y"]
+    assert [gpu.uuid for gpu in make_probe(asked, given, driver).look().gpus] == ["GPU-y"]
 
 
 GPUS = (gpu("GPU-aa11", 0), gpu("GPU-aa22", 1), gpu("GPU-bb33", 2))

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.runtime.standstill import TURN_MAX_S, Standstill, running_timeout
-from greenroom.runtime.steady_clock import BELIEVED_AFTER_S, SteadyClock
+from greenroom.runtime.clocks import BELIEVED_AFTER_S, TURN_MAX_S, Standstill, SteadyClock, running_timeout
 from tests.harness import fake, gateway
 from tests.integration.raw import chat
 
