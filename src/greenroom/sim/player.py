@@ -32,7 +32,7 @@ from greenroom.core.model import (
 )
 from greenroom.sim.compute import Compute
 from greenroom.sim.config import DEFAULT_TIMINGS, SimConfig, SimModel, Timings, absent_gpus
-from greenroom.sim.hooks import Ending, Faults, MoveFate, NoFaults, ServeFate, Watcher
+from greenroom.sim.hooks import Ending, Faults, MoveFate, ServeFate, Watcher
 from greenroom.sim.records import NO_MODEL, EndedCalls, Fate, SimCall, SimPlace, Violation
 from greenroom.sim.truth import Delays, GroundTruth
 
@@ -57,7 +57,7 @@ class Player:
         self.events_told = 0
         self._specs: dict[tuple[ModelId, int], ModelSpec] = {}  # slots of old revisions keep their spec
         self._random = Random(f"{seed}:world")
-        self._faults: Faults = faults or NoFaults()
+        self._faults = faults or Faults()
         # Bound methods, looked up once: they are called millions of times.
         self._tell = tuple(watcher.told for watcher in watchers)
         self._show = tuple(watcher.asked for watcher in watchers)
