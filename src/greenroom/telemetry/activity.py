@@ -13,10 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 State = Literal["waiting", "serving", "done"]
-
+_Number = TypeVar("_Number", int, float)
 
 # In the order in which they are shown.
 _FIELDS: Final = (
@@ -175,25 +175,29 @@ _RATE_LIMITED: Final = 429
 _CLIENT_CLOSED: Final = 499
 
 
+# The names of the figures, everywhere: in the file, in answers, in tables.
+FIGURES: Final = (
+    "requests",
+    "refused",
+    "rate_limited",
+    "failed",
+    "aborted",
+    "estimated",
+    "uncounted",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "gpu_s",
+    "answer_s",
+    "audio_s",
+    "pictures",
+)
+
+
 class Counts:
     """The sums of one row. A sum is None until something is known that belongs to it."""
 
-    __slots__ = (
-        "aborted",
-        "answer_s",
-        "audio_s",
-        "cached_tokens",
-        "completion_tokens",
-        "estimated",
-        "failed",
-        "gpu_s",
-        "pictures",
-        "prompt_tokens",
-        "rate_limited",
-        "refused",
-        "requests",
-        "uncounted",
-    )
+    __slots__ = FIGURES
 
     def __init__(self) -> None:
         self.requests = 0
@@ -215,39 +219,12 @@ class Counts:
 
     def figures(self) -> Figures:
         """In the order of `FIGURES`."""
-        return (
-            self.requests,
-            self.refused,
-            self.rate_limited,
-            self.failed,
-            self.aborted,
-            self.estimated,
-            self.uncounted,
-            self.prompt_tokens,
-            self.cached_tokens,
-            self.completion_tokens,
-            self.gpu_s,
-            self.answer_s,
-            self.audio_s,
-            self.pictures,
-        )
+        return tuple(getattr(self, name) for name in FIGURES)
 
     def add(self, other: Counts) -> None:
         """Count what `other` counted, too."""
-        self.requests += other.requests
-        self.refused += other.refused
-        self.rate_limited += other.rate_limited
-        self.failed += other.failed
-        self.aborted += other.aborted
-        self.estimated += other.estimated
-        self.uncounted += other.uncounted
-        self.prompt_tokens = _sum(self.prompt_tokens, other.prompt_tokens)
-        self.cached_tokens = _sum(self.cached_tokens, other.cached_tokens)
-        self.completion_tokens = _sum(self.completion_tokens, other.completion_tokens)
-        self.gpu_s = _seconds(self.gpu_s, other.gpu_s)
-        self.answer_s += other.answer_s
-        self.audio_s = _seconds(self.audio_s, other.audio_s)
-        self.pictures = _sum(self.pictures, other.pictures)
+        for name in FIGURES:
+            setattr(self, name, _sum(getattr(self, name), getattr(other, name)))
 
     def count_status(self, status: int) -> None:
         if status == _CLIENT_CLOSED:
@@ -258,25 +235,6 @@ class Counts:
             self.refused += 1
             if status == _RATE_LIMITED:
                 self.rate_limited += 1
-
-
-# The names of the figures, everywhere: in the file, in answers, in tables.
-FIGURES: Final = (
-    "requests",
-    "refused",
-    "rate_limited",
-    "failed",
-    "aborted",
-    "estimated",
-    "uncounted",
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-    "gpu_s",
-    "answer_s",
-    "audio_s",
-    "pictures",
-)
 
 
 class UsageCounts:
@@ -320,11 +278,11 @@ class UsageCounts:
         if record.cached_tokens is not None and not record.estimated:
             counts.cached_tokens = _sum(counts.cached_tokens, record.cached_tokens)
         if record.gpu_time_ms is not None:
-            counts.gpu_s = _seconds(counts.gpu_s, record.gpu_time_ms / 1000)
+            counts.gpu_s = _sum(counts.gpu_s, record.gpu_time_ms / 1000)
         if record.wait_s is not None and record.total_s is not None:
             counts.answer_s += max(0.0, record.total_s - record.wait_s)
         if record.audio_s is not None:
-            counts.audio_s = _seconds(counts.audio_s, record.audio_s)
+            counts.audio_s = _sum(counts.audio_s, record.audio_s)
         if record.pictures is not None:
             counts.pictures = _sum(counts.pictures, record.pictures)
 
@@ -393,14 +351,8 @@ class UsageCounts:
         return True
 
 
-def _sum(one: int | None, other: int | None) -> int | None:
+def _sum(one: _Number | None, other: _Number | None) -> _Number | None:
     """The sum of what is known. A figure that no answer can have is not known."""
-    if other is None or not 0 <= other <= FIGURE_MAX:
-        return one
-    return other if one is None else one + other
-
-
-def _seconds(one: float | None, other: float | None) -> float | None:
     if other is None or not 0 <= other <= FIGURE_MAX:
         return one
     return other if one is None else one + other
