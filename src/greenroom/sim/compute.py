@@ -9,6 +9,7 @@ changes and the next end is scheduled anew. Seconds of work are seconds that the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, TypeVar
 
@@ -69,22 +70,20 @@ class Clock:
         self.told = self.now + self._offset_s
 
 
+@dataclass(slots=True, eq=False)
 class RunningAnswers:
     """The answers of a busy slot. `done_s` is its clock of work."""
 
-    __slots__ = ("batch", "curve", "devices", "done_s", "due", "planned", "rate", "since")
-
-    def __init__(self, curve: SpeedCurve | None, devices: tuple[DeviceId, ...], now: float) -> None:
-        self.curve = curve
-        self.devices = devices
-        self.batch = 0
-        self.done_s = 0.0
-        self.since = now
-        self.rate = 1.0
-        # By the reading of `done_s` at which each ends.
-        self.due: list[tuple[float, int, Granted]] = []
-        # The number of the scheduled end; earlier ones are void.
-        self.planned = 0
+    curve: SpeedCurve | None
+    devices: tuple[DeviceId, ...]
+    since: float
+    batch: int = 0
+    done_s: float = 0.0
+    rate: float = 1.0
+    # By the reading of `done_s` at which each ends.
+    due: list[tuple[float, int, Granted]] = field(default_factory=list)
+    # The number of the scheduled end; earlier ones are void.
+    planned: int = 0
 
     def advance(self, now: float) -> None:
         self.done_s += (now - self.since) * self.rate
