@@ -13,10 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 State = Literal["waiting", "serving", "done"]
-_Number = TypeVar("_Number", int, float)
+
 
 # In the order in which they are shown.
 _FIELDS: Final = (
@@ -224,7 +224,9 @@ class Counts:
     def add(self, other: Counts) -> None:
         """Count what `other` counted, too."""
         for name in FIGURES:
-            setattr(self, name, _sum(getattr(self, name), getattr(other, name)))
+            one, more = getattr(self, name), getattr(other, name)
+            if more is not None:
+                setattr(self, name, more if one is None else one + more)
 
     def count_status(self, status: int) -> None:
         if status == _CLIENT_CLOSED:
@@ -278,11 +280,11 @@ class UsageCounts:
         if record.cached_tokens is not None and not record.estimated:
             counts.cached_tokens = _sum(counts.cached_tokens, record.cached_tokens)
         if record.gpu_time_ms is not None:
-            counts.gpu_s = _sum(counts.gpu_s, record.gpu_time_ms / 1000)
+            counts.gpu_s = _seconds(counts.gpu_s, record.gpu_time_ms / 1000)
         if record.wait_s is not None and record.total_s is not None:
             counts.answer_s += max(0.0, record.total_s - record.wait_s)
         if record.audio_s is not None:
-            counts.audio_s = _sum(counts.audio_s, record.audio_s)
+            counts.audio_s = _seconds(counts.audio_s, record.audio_s)
         if record.pictures is not None:
             counts.pictures = _sum(counts.pictures, record.pictures)
 
@@ -351,8 +353,14 @@ class UsageCounts:
         return True
 
 
-def _sum(one: _Number | None, other: _Number | None) -> _Number | None:
+def _sum(one: int | None, other: int | None) -> int | None:
     """The sum of what is known. A figure that no answer can have is not known."""
+    if other is None or not 0 <= other <= FIGURE_MAX:
+        return one
+    return other if one is None else one + other
+
+
+def _seconds(one: float | None, other: float | None) -> float | None:
     if other is None or not 0 <= other <= FIGURE_MAX:
         return one
     return other if one is None else one + other
