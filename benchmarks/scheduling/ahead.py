@@ -34,6 +34,7 @@ from benchmarks.scheduling.grid.machines import Machine, gib
 from greenroom.core import events as ev
 from greenroom.core.model import DeviceKind, ModelId, MoveKind, Tier
 from greenroom.sim.config import SimConfig
+from greenroom.sim.hooks import Watcher
 from greenroom.sim.records import Fate, SimArrival, SimPlace
 from greenroom.sim.results.stats import waits_of
 from greenroom.sim.workloads import Recorded
@@ -111,7 +112,7 @@ def days_of(days: int, is_loose: bool, seed: int) -> Recorded:
 # --- the preparer -------------------------------------------------------------------------------------------------
 
 
-class Preparer:
+class Preparer(Watcher):
     """Counts requests by hour and model and, if it is active, orders moves as an operator would."""
 
     def __init__(self, is_active: bool) -> None:
@@ -145,19 +146,11 @@ class Preparer:
         sleepers = [place.model for place in world.truth.places.values() if _is_in_green_room(place)]
         return (world.config.limits.green_room_mib or 0) - sum(self._asleep_mib[model] for model in sleepers)
 
-    # --- implements Watcher -----------------------------------------------------------------------------------------
-
     def told(self, event: ev.Event) -> None:
         if isinstance(event, ev.RequestArrived) and self._world is not None:
             model = event.candidates[0]
             self._asked[_hour(event.now), model] += 1
             self.cold.append((event.now, self._world.truth.tier_of(model) is Tier.COLD))
-
-    def asked(self, effect: str, *details: object) -> None:
-        """Effects do not matter here."""
-
-    def settled(self, event: ev.Event) -> None:
-        """Nor does the state afterwards."""
 
 
 def _hour(at: float) -> int:

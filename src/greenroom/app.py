@@ -438,7 +438,7 @@ def make_management(gateway: App, streams: Streams | None = None) -> Management:
     LeaseRoutes(shell, gateway.leasing).add_to(app)
     Caches(shell, gateway.requests.salts, gateway.hosted_moves).add_to(app)
     JobRoutes(gateway.jobs, gateway.bodies).add_to(app)
-    PictureRoutes(gateway.pictures, gateway.clock).add_to(app)
+    PictureRoutes(gateway.pictures).add_to(app)
     Docs(app, shell).add_to(app)
     # One of them takes any id, so it is asked last.
     ModelStatuses(gateway, gateway.tasks).add_to(app)

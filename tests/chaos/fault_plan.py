@@ -9,7 +9,7 @@ from collections import Counter
 from random import Random
 
 from greenroom.core.model import Claim, LeaseId, Move, MoveId, MoveKind, Outcome, SlotId, Tier
-from greenroom.sim.hooks import Ending, MoveFate, ServeFate
+from greenroom.sim.hooks import Ending, Faults, MoveFate, ServeFate
 from greenroom.sim.records import SimCall
 from greenroom.sim.world import World
 from tests.chaos.scenario import HOST, REMOTE, Scenario
@@ -42,7 +42,7 @@ class FaultCounts:
         self.faults[kind] += 1
 
 
-class FaultPlan:
+class FaultPlan(Faults):
     def __init__(self, scenario: Scenario, counts: FaultCounts) -> None:
         self._odds = scenario.odds
         self._random = Random(f"{scenario.seed}:mischief")

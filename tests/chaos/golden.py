@@ -32,6 +32,7 @@ from greenroom.core.explain import Explanation
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need, RequestId, TenantId
 from greenroom.core.scheduler import DefaultScheduler
 from greenroom.sim.config import SimConfig, SimModel, Timings
+from greenroom.sim.hooks import Watcher
 from greenroom.sim.world import World
 from tests.chaos.checks.base import EFFECTS, Checkers
 from tests.chaos.play import Play
@@ -101,8 +102,8 @@ def _names(kind: type[Any]) -> tuple[str, ...]:
     return _NAMES[kind]
 
 
-class Golden:
-    """A watcher that hashes events, effects with their reasons, and some answers of the scheduler to questions."""
+class Golden(Watcher):
+    """Hashes events, effects with their reasons, and some answers of the scheduler to questions."""
 
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=16)
@@ -117,9 +118,6 @@ class Golden:
 
     def asked(self, effect: str, *details: object) -> None:
         self._hash.update(f"{effect} {said(details)}\n".encode())
-
-    def settled(self, event: ev.Event) -> None:
-        """Nothing more is seen then."""
 
     def hex(self) -> str:
         return self._hash.hexdigest()

@@ -62,8 +62,8 @@ class Failure(AssertionError):
         return f"seed {self.seed}, event {self.event}: {self.checker}: {self.what}\nwhat was said last:\n{lines}"
 
 
-class Recent:
-    """A watcher that remembers the last things said."""
+class Recent(Watcher):
+    """Remembers the last things said."""
 
     def __init__(self) -> None:
         self._said: deque[ev.Event | tuple[str, tuple[object, ...]]] = deque(maxlen=RECENT_MAX)
@@ -75,9 +75,6 @@ class Recent:
 
     def asked(self, effect: str, *details: object) -> None:
         self._said.append((effect, details))
-
-    def settled(self, event: ev.Event) -> None:
-        """Nothing more is said then."""
 
     def lines(self) -> list[str]:
         return [f"    {said[0]} {said[1]}" if isinstance(said, tuple) else f"{said}" for said in self._said]

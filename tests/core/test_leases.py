@@ -165,16 +165,6 @@ def test_leases_are_not_recalled_for_equals_nor_if_they_did_not_offer_it() -> No
         assert not world.recalled and world.fate("r") is Fate.WAITING
 
 
-def test_a_lease_that_gives_up_is_told_so() -> None:
-    world = World([model("a", 6_000)])
-    ready(world, "a")
-    world.arrive("running", "a")
-    world.ask_lease("train", 6_000, within_s=5.0)
-    world.run()
-    assert world.code("train") is RejectCode.EXPIRED
-    assert LeaseId("train") not in world.scheduler.state.leases
-
-
 def test_a_lease_that_no_longer_waits_gives_back_what_it_was_promised() -> None:
     world = World([model("a", 6_000), model("b", 6_000)])
     ready(world, "a")

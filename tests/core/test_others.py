@@ -185,12 +185,11 @@ def test_a_request_that_gave_up_waiting_for_memory_is_told_how_much_and_its_hold
     world.arrive("r", "a", within_s=5.0)
     world.ask_lease("train", 7_000, within_s=5.0, devices=(GPU1,))
     world.run(10.0)
-    numbers = [(said.needs_mib, said.free_mib, said.capacity_mib, said.held_by) for said in map_said(world)]
+    numbers = [
+        (said.needs_mib, said.free_mib, said.capacity_mib, said.held_by)
+        for said in (rejection_of(world, name) for name in ("r", "train"))
+    ]
     assert numbers == [(6_000, 2_000, 7_500, ("finetune", "render")), (7_000, 1_000, 7_500, ("render",))]
-
-
-def map_said(world: World) -> list[Rejection]:
-    return [rejection_of(world, name) for name in ("r", "train")]
 
 
 def test_a_request_that_gave_up_waiting_for_a_busy_model_is_not_told_of_memory() -> None:
@@ -599,24 +598,13 @@ def test_what_a_holder_takes_is_the_larger_of_its_claim_and_what_was_seen() -> N
     assert [holding.on(device) for device in (GPU0, GPU1, DeviceId("gpu2"))] == [2_500, 500, 0]
 
 
-def test_a_memory_event_without_leases_is_what_it_was() -> None:
-    assert ev.MemoryChanged(0.0, {}).leases is None
-
-
-# --- a store that is down ---------------------------------------------------------------------------------------------
-
-
-def outage(world: World, is_down: bool) -> None:
-    world.post(ev.MemoryChanged(world.now, {}, store_is_down=is_down))
-
-
 def test_an_outage_refuses_new_requests_that_need_a_load_and_keeps_waiting_ones() -> None:
     world = World([model("a", 4_000), model("b", 4_000), model("c", 4_000)], plays=False)
     world.arrive("there", "a")
     world.end_move(world.moves[-1].id, Outcome.DONE)
     world.arrive("waits", "b")
     world.end_move(world.moves[-1].id, Outcome.STORE_DOWN)
-    outage(world, True)
+    store(world, is_down=True)
     world.run(20.0)
     for name in ("b", "c"):
         world.arrive(f"new-{name}", name)
@@ -624,7 +612,7 @@ def test_an_outage_refuses_new_requests_that_need_a_load_and_keeps_waiting_ones(
     world.run(20.0)
     assert world.kinds() == ["load a", "load b"], "nothing is tried meanwhile"
     assert world.fate("waits") is Fate.WAITING and world.fate("there") is Fate.GRANTED
-    outage(world, False)
+    store(world, is_down=False)
     assert world.kinds() == ["load a", "load b", "load b"]
     world.end_move(world.moves[-1].id, Outcome.DONE)
     assert world.fate("waits") is Fate.GRANTED
@@ -634,24 +622,6 @@ def test_an_operator_is_told_that_it_is_the_store_and_no_load_that_failed() -> N
     world = World([model("a", 4_000), model("b", 4_000)], plays=False)
     world.ask("before", MoveKind.LOAD, "a")
     world.end_move(world.moves[-1].id, Outcome.STORE_DOWN)
-    outage(world, True)
+    store(world, is_down=True)
     world.ask("late", MoveKind.LOAD, "b")
     assert world.ops == {"before": None, "late": OpOutcome.STORE_DOWN}, "an operation that waits already waits on"
-
-
-def test_while_the_store_is_down_what_takes_no_memory_is_loaded() -> None:
-    world = World([model("a", 0)])
-    outage(world, True)
-    world.arrive("r", "a", takes_s=0.0)
-    world.run(20.0)
-    assert world.fate("r") is Fate.SERVED
-
-
-def test_a_lease_that_waited_elsewhere_before_keeps_its_age() -> None:
-    world = World([model("a", 6_000)], plays=False)
-    world.arrive("r", "a")
-    world.end_move(world.moves[-1].id, Outcome.DONE)
-    world.now = 100.0
-    world.post(ev.LeaseAsked(world.now, LeaseId("l"), Need(6_000), waits_since=40.0))
-    (waiter,) = list(world.scheduler.state.waitlist)
-    assert (waiter.arrived, waiter.aged_from) == (40.0, 40.0)

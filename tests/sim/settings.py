@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from greenroom.core.events import Limits
+from greenroom.core.events import Event, Limits
 from greenroom.core.model import Device, DeviceId, DeviceKind, ModelId, ModelSpec, Need
 from greenroom.sim.config import SimConfig, SimModel, Timings
+from greenroom.sim.hooks import Watcher
 
 GPU = DeviceId("gpu0")
 HOST = DeviceId("host")
@@ -38,3 +39,17 @@ def setting(*models: SimModel, mib: int = 1_000, **more: Any) -> SimConfig:
 
 def names(count: int) -> list[str]:
     return [f"m{number}" for number in range(count)]
+
+
+class Transcript(Watcher):
+    """Keeps events and effects, each effect with the number of the event that caused it."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.effects: list[tuple[int, str, tuple[object, ...]]] = []
+
+    def told(self, event: Event) -> None:
+        self.events.append(event)
+
+    def asked(self, effect: str, *details: object) -> None:
+        self.effects.append((len(self.events), effect, details))

@@ -15,11 +15,9 @@ from greenroom.core.policy import BUILT_IN
 from greenroom.core.policy.base import Policy
 from greenroom.core.policy.fifo import FirstCome
 from greenroom.core.policy.swapper import Resident, Swapper
-from greenroom.errors import ConfigError
-from greenroom.sim.cases import Case, cases, config_for, run_all, short_labels
+from greenroom.sim.cases import Case, cases, config_for, play, short_labels
 from greenroom.sim.runs import CaseFailed, CaseRuns
 from greenroom.sim.workloads import Mix, Poisson, zipf
-from greenroom.sim.world import World
 from tests.sim.settings import gpu, host, names, setting, sim_model
 
 BASE = setting(*(sim_model(name) for name in names(4)), devices=(gpu(2_000), gpu(3_000, 1), host(9_000)))
@@ -90,18 +88,9 @@ def test_a_green_room_lets_models_sleep_in_the_hosts_memory() -> None:
     assert without.models[0].spec.need_asleep is None
 
 
-def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ConfigError, match="there is no policy lifo: default or fifo"):
-        World(config_for(Case("lifo"), BASE))
-
-
 def test_all_cases_meet_the_same_callers() -> None:
-    told: list[tuple[Case, float]] = []
-    compared = cases(["default", "fifo"], [1, 2], [None])
-    found = run_all(compared, SMALL, WORKLOAD, 0, lambda case, share: told.append((case, share)))
-    assert [result.case for result in found] == list(compared)
+    found = [play(case, SMALL, WORKLOAD) for case in cases(["default", "fifo"], [1, 2], [None])]
     assert len({result.stats.requests for result in found}) == 1
-    assert {case for case, share in told if share == 1.0} == set(compared)
 
 
 JITTERY = setting(*(sim_model(name) for name in names(4)), jitter=0.1)

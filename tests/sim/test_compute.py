@@ -187,7 +187,9 @@ def one_by_one(count: int = ROWS_MIN, took_s: float = 2.0, tokens: int = 100, st
 
 
 def rates(answers: dict[str, list[AnswerTimes]], curve: SpeedCurve | None, gpus: int = 1) -> dict[str, float]:
-    return {model: one.tokens_per_s for model, one in speeds(answers, lambda model: curve, FOREVER, gpus).items()}
+    return {
+        model: one.tokens_per_s for model, one in speeds(answers, dict.fromkeys(answers, curve), FOREVER, gpus).items()
+    }
 
 
 def test_rows_are_read_with_their_waits(tmp_path: Path) -> None:
@@ -212,9 +214,9 @@ def test_an_answer_alone_tells_its_speed() -> None:
 
 def test_prompts_are_no_part_of_it() -> None:
     rows = [row._replace(prompt_len=2_000) for row in one_by_one()]
-    assert speeds({"a": rows}, lambda model: None, 2_000.0, 1)["a"].tokens_per_s == pytest.approx(100.0)
+    assert speeds({"a": rows}, {"a": None}, 2_000.0, 1)["a"].tokens_per_s == pytest.approx(100.0)
     # But never more than half of the time, even if prompts are read faster than assumed.
-    assert speeds({"a": rows}, lambda model: None, 1.0, 1)["a"].tokens_per_s == pytest.approx(100.0)
+    assert speeds({"a": rows}, {"a": None}, 1.0, 1)["a"].tokens_per_s == pytest.approx(100.0)
 
 
 def test_speeds_account_for_requests_and_models_beside() -> None:
@@ -228,7 +230,7 @@ def test_speeds_account_for_requests_and_models_beside() -> None:
 
 
 def test_few_rows_and_short_answers_tell_nothing() -> None:
-    assert speeds({"a": one_by_one(ROWS_MIN - 1), "b": one_by_one(tokens=3)}, lambda model: None, FOREVER, 1) == {}
+    assert speeds({"a": one_by_one(ROWS_MIN - 1), "b": one_by_one(tokens=3)}, {}, FOREVER, 1) == {}
 
 
 # --- the curve --------------------------------------------------------------------------------------------------------
@@ -253,7 +255,7 @@ def test_the_curve_over_batches_is_found_again() -> None:
     calm, busy = played(STEEP, 0.15, 3_000.0, "a")["a"], played(STEEP, 1.0, 1_500.0, "a")["a"]
     later = max(one.ended for one in calm) + 100.0
     rows = calm + [one._replace(began=one.began + later, ended=one.ended + later) for one in busy]
-    found = speeds({"a": rows}, lambda model: OWN_PROCESSES, FOREVER, 1)["a"]
+    found = speeds({"a": rows}, {"a": OWN_PROCESSES}, FOREVER, 1)["a"]
     assert found.is_curve_known and found.curve is not None
     assert found.tokens_per_s == pytest.approx(50.0, rel=0.1)
     for batch in (2, 4, 8):
@@ -265,11 +267,11 @@ def test_the_curve_over_batches_is_found_again() -> None:
 
 def test_what_another_busy_model_costs_is_found_again() -> None:
     rows = played(STEEP, 0.15, 6_000.0, "a", "b")
-    found = speeds(rows, lambda model: OWN_PROCESSES, FOREVER, 1)
+    found = speeds(rows, dict.fromkeys(rows, OWN_PROCESSES), FOREVER, 1)
     assert found["a"].curve is not None and found["a"].curve.neighbour == pytest.approx(0.3, abs=0.1)
     assert found["a"].tokens_per_s == pytest.approx(50.0, rel=0.1)
 
 
 def test_few_rows_leave_the_curve_as_usual() -> None:
-    found = speeds({"a": one_by_one(500)}, lambda model: OWN_PROCESSES, FOREVER, 1)["a"]
+    found = speeds({"a": one_by_one(500)}, {"a": OWN_PROCESSES}, FOREVER, 1)["a"]
     assert found.curve == OWN_PROCESSES and not found.is_curve_known

@@ -9,7 +9,7 @@ from xml.etree.ElementTree import Element
 import pytest
 
 from greenroom.core.model import ModelId, TenantId
-from greenroom.sim.cases import Case, CaseResult, cases, run_all
+from greenroom.sim.cases import Case, CaseResult, cases, play
 from greenroom.sim.results.plots import (
     HEIGHT,
     MARKS_MAX,
@@ -39,7 +39,7 @@ def results() -> list[CaseResult]:
     base = setting(*(sim_model(name) for name in names(3)), mib=1_000)
     mix = Mix(zipf(names(3)), tenants={"<b>&": 1.0, "y": 1.0}, priorities={0: 1.0, 1: 1.0})
     compared = cases(["default", "fifo"], [1, 2], [0, 4_000])
-    return run_all(compared, base, Poisson(mix, 0.2, 600.0), 0, lambda case, share: None)
+    return [play(case, base, Poisson(mix, 0.2, 600.0)) for case in compared]
 
 
 def drawn(svg: str) -> Element:
@@ -89,12 +89,12 @@ def test_points_tell_their_values() -> None:
 
 def test_bars_have_one_scale_and_tell_their_parts() -> None:
     rows = [Bar("long", [30.0, 10.0], "40 <s>"), Bar("short", [0.0, 4.0], "4"), Bar("none", [0.0, 0.0], "0")]
-    figure = drawn(bars("Delay", ("a & b", "c"), rows, lambda value: f"{value:g} s"))
+    figure = drawn(bars("Delay", ("a & b", "c"), rows))
     parts = [element for element in figure.iter("i") if "title" in element.attrib]
     assert [element.attrib["title"] for element in parts][:3] == [
         "long: a & b 30 s",
         "long: c 10 s",
-        "short: a & b 0 s",
+        "short: a & b 0.0 s",
     ]
     widths = [float(element.attrib["style"].split("width: ")[1].split("%")[0]) for element in parts]
     assert widths == pytest.approx([45, 15, 0, 6, 0, 0])

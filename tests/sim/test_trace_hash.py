@@ -12,9 +12,9 @@ from typing import get_args
 from greenroom.core import events as ev
 from greenroom.core.events import Event
 from greenroom.sim.cases import simulate
-from greenroom.sim.hooks import TraceHash, Transcript
+from greenroom.sim.hooks import TraceHash
 from greenroom.sim.workloads import Bursty, Mix, zipf
-from tests.sim.settings import gpu, host, names, setting, sleeper
+from tests.sim.settings import Transcript, gpu, host, names, setting, sleeper
 
 ROOT = Path(__file__).parents[2]
 

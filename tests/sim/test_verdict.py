@@ -8,7 +8,7 @@ import pytest
 
 from greenroom.core.events import Limits
 from greenroom.core.model import Device, DeviceId, ModelId
-from greenroom.sim.cases import Case, CaseResult, Prospects, cases, config_for, prospects, run_all, simulate
+from greenroom.sim.cases import Case, CaseResult, Prospects, cases, config_for, play, prospects, simulate
 from greenroom.sim.config import OWN_PROCESSES, SimConfig, SimModel, Timings
 from greenroom.sim.records import SimArrival
 from greenroom.sim.results.bottleneck import BOTTLENECKS, Cause, bottleneck
@@ -25,7 +25,7 @@ WORKLOAD = Poisson(Mix(zipf(names(4))), 0.2, 600.0)
 
 
 def results(*compared: Case, base: SimConfig = SMALL, workload: Workload = WORKLOAD) -> list[CaseResult]:
-    return run_all(compared, base, workload, 0, lambda case, share: None)
+    return [play(case, base, workload) for case in compared]
 
 
 def test_a_second_gpu_is_compared_with_the_first() -> None:

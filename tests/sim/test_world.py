@@ -24,13 +24,14 @@ from greenroom.core.model import (
     TenantId,
     Tier,
 )
-from greenroom.sim.config import POLICIES, SimConfig
-from greenroom.sim.hooks import Ending, MoveFate, NoFaults, ServeFate, Transcript
-from greenroom.sim.player import Clock
+from greenroom.core.policy import BUILT_IN
+from greenroom.sim.compute import Clock
+from greenroom.sim.config import SimConfig
+from greenroom.sim.hooks import Ending, Faults, MoveFate, ServeFate, Watcher
 from greenroom.sim.records import Fate, SimArrival, SimCall, Violation
 from greenroom.sim.workloads import Mix, Poisson, zipf
 from greenroom.sim.world import World
-from tests.sim.settings import GPU, HOST, gpu, host, names, setting, sim_model, sleeper
+from tests.sim.settings import GPU, HOST, Transcript, gpu, host, names, setting, sim_model, sleeper
 
 A, B = ModelId("a"), ModelId("b")
 WHY = because("test")
@@ -41,10 +42,10 @@ def slot_of(world: World, model: str) -> SlotId:
 
 
 def ran(
-    config: SimConfig, output: int = 100, *, until: float = inf, faults: NoFaults | None = None
+    config: SimConfig, output: int = 100, *, until: float = inf, faults: Faults | None = None
 ) -> tuple[World, SimCall]:
     """A world in which one request for `a` came, and what became of it."""
-    world = World(config, faults=faults or NoFaults())
+    world = World(config, faults=faults)
     call = world.arrive(A, 1, output)
     world.run(until)
     return world, call
@@ -237,7 +238,7 @@ def test_a_stepped_clock_moves_timers(step_s: float, ended_at: float) -> None:
 # --- with faults ------------------------------------------------------------------------------------------------------
 
 
-class Plan(NoFaults):
+class Plan(Faults):
     """The next moves and grants end like this, then all goes well."""
 
     def __init__(self, *fates: MoveFate | ServeFate) -> None:
@@ -303,7 +304,7 @@ def test_a_process_that_dies_while_loading_never_becomes_ready() -> None:
 
 def test_an_aborted_move_ends_soon_or_as_it_would_have() -> None:
     for can_be_stopped, ends in ((True, 1.01), (False, 6.0)):
-        plan = NoFaults()
+        plan = Faults()
         plan.on_abort = lambda move, can=can_be_stopped: can  # type: ignore[method-assign, misc]
         transcript = Transcript()
         world = World(setting(sim_model("a")), faults=plan, watchers=[transcript])
@@ -374,7 +375,7 @@ def test_the_world_objects_to_orders_about_what_is_not_there() -> None:
 # --- all at once ------------------------------------------------------------------------------------------------------
 
 
-class Trouble(NoFaults):
+class Trouble(Faults):
     """Everything goes wrong now and then for a while."""
 
     def __init__(self, seed: int, until: float) -> None:
@@ -425,20 +426,16 @@ class Trouble(NoFaults):
         return ServeFate(self._random.choice(list(Ending)), usual_s * self._random.random(), left_in)
 
 
-class Checker:
+class Checker(Watcher):
     def __init__(self) -> None:
         self.world: World | None = None
-
-    def told(self, event: ev.Event) -> None: ...
-
-    def asked(self, effect: str, *details: object) -> None: ...
 
     def settled(self, event: ev.Event) -> None:
         if self.world is not None:
             check(self.world.scheduler, event.now)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", BUILT_IN)
 @pytest.mark.parametrize("seed", range(4))
 def test_world_and_scheduler_stay_of_one_mind_whatever_happens(seed: int, policy: str) -> None:
     checker = Checker()
@@ -475,13 +472,13 @@ def test_things_happen_in_order_of_time_and_then_of_arrangement() -> None:
         clock.arrange(after_s, seen.append, name)
     while clock.advance(10.0):
         pass
-    assert seen == ["first", "second", "late"] and clock.now == 2.0 and clock.is_empty
+    assert seen == ["first", "second", "late"] and clock.now == 2.0 and not clock.advance(inf)
 
 
 def test_nothing_beyond_the_given_time_happens() -> None:
     clock, seen = Clock(), []
     clock.arrange(5.0, seen.append, "later")
-    assert not clock.advance(4.9) and not seen and not clock.is_empty
+    assert not clock.advance(4.9) and not seen
     assert clock.advance(5.0) and seen == ["later"]
 
 

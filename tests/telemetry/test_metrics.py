@@ -148,11 +148,10 @@ def test_gauges_show_this_scrape_and_forget_the_last(metrics: Metrics) -> None:
 
 
 def test_wakes_and_prepares_are_counted_with_their_bytes_and_rates(metrics: Metrics) -> None:
-    counts = metrics.green_room
-    counts.woke("qwen", 16_000_000_000, 0.32)
-    counts.woke("qwen", 16_000_000_000, 1.6)
-    counts.woke("qwen", 0, 0.0)
-    counts.prepared("qwen", 16_000_000_000, 8.0)
+    metrics.woke("qwen", 16_000_000_000, 0.32)
+    metrics.woke("qwen", 16_000_000_000, 1.6)
+    metrics.woke("qwen", 0, 0.0)
+    metrics.prepared("qwen", 16_000_000_000, 8.0)
     assert value(metrics, "greenroom_wake_bytes_total", model="qwen") == 32_000_000_000
     name = "greenroom_wake_bytes_per_second"
     assert value(metrics, f"{name}_count", model="qwen") == 2
@@ -165,15 +164,14 @@ def test_wakes_and_prepares_are_counted_with_their_bytes_and_rates(metrics: Metr
 
 def test_workers_flushes_and_prefetches_are_counted() -> None:
     metrics = Metrics(is_known=lambda name: name == "qwen")
-    counts = metrics.green_room
     assert value(metrics, "greenroom_worker_losses_total") == 0
-    counts.worker_started(spare=True)
-    counts.worker_started(spare=False)
-    counts.worker_started(spare=False)
-    counts.worker_lost()
-    counts.flushed("qwen", 4096)
-    counts.prefetched("qwen", 8192)
-    counts.prefetched("made-up", 1)
+    metrics.worker_started(spare=True)
+    metrics.worker_started(spare=False)
+    metrics.worker_started(spare=False)
+    metrics.worker_lost()
+    metrics.flushed("qwen", 4096)
+    metrics.prefetched("qwen", 8192)
+    metrics.prefetched("made-up", 1)
     assert value(metrics, "greenroom_worker_starts_total", purpose="needed") == 2
     assert value(metrics, "greenroom_worker_starts_total", purpose="spare") == 1
     assert value(metrics, "greenroom_worker_losses_total") == 1

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from greenroom.core.model import TenantId
-from greenroom.sim.cases import cases, run_all
+from greenroom.sim.cases import cases, play
 from greenroom.sim.config import SimConfig
 from greenroom.sim.results.report import html
 from greenroom.sim.workloads import Mix, Poisson, zipf
@@ -46,7 +46,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         zipf([str(model.spec.id) for model in models]), {TenantId("x"): 1.0, TenantId("y"): 2.0}, {0: 1.0, 1: 4.0}
     )
     compared = cases(["default"], [1, 2], [0, 131_072], [24_576, 81_920], [4, 16])
-    results = run_all(compared, base, Poisson(mix, 1.0, 600.0), 0, lambda case, share: None)
+    results = [play(case, base, Poisson(mix, 1.0, 600.0)) for case in compared]
     file = tmp_path_factory.mktemp("report") / "report.html"
     file.write_text(html(results, ["600 requests over 600 s.", "Loads take 5 s."]), encoding="utf-8")
     return file

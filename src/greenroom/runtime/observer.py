@@ -103,12 +103,12 @@ class Observer:
 
     def woke(self, model: str, size_bytes: int, seconds: float) -> None:
         """Weights of this size were copied to a device in this time."""
-        self.metrics.green_room.woke(model, size_bytes, seconds)
+        self.metrics.woke(model, size_bytes, seconds)
         self._copied("woke", model, size_bytes, seconds)
 
     def prepared(self, model: str, size_bytes: int, seconds: float) -> None:
         """Weights of this size were read from disk into host memory in this time."""
-        self.metrics.green_room.prepared(model, size_bytes, seconds)
+        self.metrics.prepared(model, size_bytes, seconds)
         self._copied("prepared", model, size_bytes, seconds)
 
     def _copied(self, what: str, model: str, size_bytes: int, seconds: float) -> None:
@@ -119,19 +119,19 @@ class Observer:
 
     def worker_started(self, worker: str, *, spare: bool) -> None:
         """A worker is up. A spare one hosts no model yet."""
-        self.metrics.green_room.worker_started(spare=spare)
+        self.metrics.worker_started(spare=spare)
         _log.info("worker started", worker=worker, spare=spare)
         self.hub.publish("worker_started", {"worker": worker, "spare": spare})
 
     def worker_lost(self, worker: str, slots: int, cause: str) -> None:
         """A worker with this many slots ended without being asked to. Each slot is reported by `lost` too."""
-        self.metrics.green_room.worker_lost()
+        self.metrics.worker_lost()
         _log.warning("worker lost", worker=worker, slots=slots, cause=cause)
         self.hub.publish("worker_lost", {"worker": worker, "slots": slots, "cause": cause})
 
     def prefetched(self, model: str, size_bytes: int, seconds: float) -> None:
         """This much of its files was read ahead while requests waited for it."""
-        self.metrics.green_room.prefetched(model, size_bytes)
+        self.metrics.prefetched(model, size_bytes)
         _log.info("prefetched", model=model, bytes=size_bytes, took_s=round(seconds, 3))
 
     def _tell(self, what: str, facts: Mapping[str, Any], reason: Reason) -> Decision:

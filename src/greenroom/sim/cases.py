@@ -211,33 +211,19 @@ def _with_host(devices: Sequence[Device], models: Sequence[SimModel], green_room
     return (*gpus, Device(DeviceId("host"), DeviceKind.HOST, green_room_mib + beside_mib))
 
 
-def run_all(
-    compared: Sequence[Case],
-    base: SimConfig,
-    workload: Workload,
-    seed: int,
-    on_progress: Callable[[Case, float], None],
-) -> list[CaseResult]:
-    """Run every case with the same callers. `on_progress` gets the case and the share of its time that has passed."""
-    return [
-        CaseResult(
-            case,
-            _run(case, base, workload, seed, on_progress),
-            is_as_configured(case, base),
-            prospects(config_for(case, base)),
-        )
-        for case in compared
-    ]
-
-
-def _run(
-    case: Case, base: SimConfig, workload: Workload, seed: int, on_progress: Callable[[Case, float], None]
-) -> Stats:
-    return simulate(config_for(case, base), workload, seed, on_progress=lambda share: on_progress(case, share))
-
-
 # How often progress is reported.
 PROGRESS_STEPS = 50
+# Gets the share of the arrivals' time that has passed.
+OnProgress = Callable[[float], None]
+
+
+def play(
+    case: Case, base: SimConfig, workload: Workload, seed: int = 0, on_progress: OnProgress | None = None
+) -> CaseResult:
+    """The same workload and seed bring the same callers to every case."""
+    config = config_for(case, base)
+    stats = simulate(config, workload, seed, on_progress=on_progress)
+    return CaseResult(case, stats, is_as_configured(case, base), prospects(config))
 
 
 def simulate(
@@ -245,9 +231,9 @@ def simulate(
     workload: Workload,
     seed: int = 0,
     watchers: Sequence[Watcher] = (),
-    on_progress: Callable[[float], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Stats:
-    """Run until everything has drained. `on_progress` gets the share of the arrivals' time that has passed."""
+    """Run until everything has drained."""
     world = World(config, seed, watchers=watchers)
     workload.begin(world)
     if on_progress is not None:

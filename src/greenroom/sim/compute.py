@@ -1,16 +1,17 @@
-"""Answers that share a GPU: how fast each one is while others run beside it, and when it ends.
+"""Virtual time, and answers that share a GPU: how fast each one is while others run beside it, and when it ends.
 
-Owns the progress of answers in worlds where speed is not constant (`Timings.speed`). All answers of a slot are equally
-fast at any time, so each slot has one clock of work done; an answer ends when that clock has advanced by its work. When
-a batch grows or shrinks, or a neighbour on the same GPU becomes busy or idle, the clock's rate changes and the next end
-is scheduled anew. Seconds of work are seconds that the answer would take alone.
+Owns the clock, and the progress of answers in worlds where speed is not constant (`Timings.speed`). All answers of a
+slot are equally fast at any time, so each slot has one clock of work done; an answer ends when that clock has advanced
+by its work. When a batch grows or shrinks, or a neighbour on the same GPU becomes busy or idle, the rate of that clock
+changes and the next end is scheduled anew. Seconds of work are seconds that the answer would take alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from greenroom.core.model import Device, DeviceId, DeviceKind, SlotId
 from greenroom.sim.config import SpeedCurve
@@ -19,33 +20,70 @@ from greenroom.sim.records import Fate, SimCall, SimPlace
 Subject = TypeVar("Subject")
 # A request and which of its grants is meant: it may be granted anew.
 Granted = tuple[SimCall, int]
+# After a clock step, `told` is a rounded sum; a timer must not fire that little bit early.
+ROUNDING_S = 1e-6
 
 
-class Agenda(Protocol):
-    """What is needed of the world's clock."""
+class Clock:
+    """Virtual time and what is scheduled in it. `told` is the scheduler's clock, which may be stepped."""
 
-    @property
-    def now(self) -> float: ...
+    __slots__ = ("_agenda", "_number", "_offset_s", "now", "told")
 
-    def arrange(self, after_s: float, action: Callable[[Subject], object], subject: Subject) -> None: ...
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.told = 0.0
+        self._offset_s = 0.0
+        self._number = 0
+        self._agenda: list[tuple[float, int, Callable[[Any], object], Any]] = []
+
+    def arrange(self, after_s: float, action: Callable[[Subject], object], subject: Subject) -> None:
+        """Call action(subject) after this many seconds."""
+        self.arrange_at(self.now + after_s, action, subject)
+
+    def arrange_at(self, at: float, action: Callable[[Subject], object], subject: Subject) -> None:
+        """Call it at this time; at once if that has passed."""
+        self._number += 1
+        heappush(self._agenda, (max(at, self.now), self._number, action, subject))
+
+    def arrange_when_told(self, at: float, action: Callable[[Subject], object], subject: Subject) -> None:
+        """Call it when the scheduler's clock shows this time."""
+        self.arrange_at(at - self._offset_s + ROUNDING_S if self._offset_s else at, action, subject)
+
+    def advance(self, until: float) -> bool:
+        """Run the next action. Returns False if there is none up to `until`."""
+        if not self._agenda or self._agenda[0][0] > until:
+            return False
+        at, _, action, subject = heappop(self._agenda)
+        self.now = at
+        self.told = at + self._offset_s
+        action(subject)
+        return True
+
+    def pass_to(self, now: float) -> None:
+        """Advance the time without running anything."""
+        self.now = now
+        self.told = now + self._offset_s
+
+    def step(self, by_s: float) -> None:
+        """The scheduler's clock jumps; real time goes on as before."""
+        self._offset_s += by_s
+        self.told = self.now + self._offset_s
 
 
+@dataclass(slots=True, eq=False)
 class RunningAnswers:
     """The answers of a busy slot. `done_s` is its clock of work."""
 
-    __slots__ = ("batch", "curve", "devices", "done_s", "due", "planned", "rate", "since")
-
-    def __init__(self, curve: SpeedCurve | None, devices: tuple[DeviceId, ...], now: float) -> None:
-        self.curve = curve
-        self.devices = devices
-        self.batch = 0
-        self.done_s = 0.0
-        self.since = now
-        self.rate = 1.0
-        # By the reading of `done_s` at which each ends.
-        self.due: list[tuple[float, int, Granted]] = []
-        # The number of the scheduled end; earlier ones are void.
-        self.planned = 0
+    curve: SpeedCurve | None
+    devices: tuple[DeviceId, ...]
+    since: float
+    batch: int = 0
+    done_s: float = 0.0
+    rate: float = 1.0
+    # By the reading of `done_s` at which each ends.
+    due: list[tuple[float, int, Granted]] = field(default_factory=list)
+    # The number of the scheduled end; earlier ones are void.
+    planned: int = 0
 
     def advance(self, now: float) -> None:
         self.done_s += (now - self.since) * self.rate
@@ -55,8 +93,8 @@ class RunningAnswers:
 class Compute:
     """Calls `answered` when an answer ends."""
 
-    def __init__(self, agenda: Agenda, answered: Callable[[Granted], None]) -> None:
-        self._agenda = agenda
+    def __init__(self, clock: Clock, answered: Callable[[Granted], None]) -> None:
+        self._clock = clock
         self._answered = answered
         self._running: dict[SlotId, RunningAnswers] = {}
         self._busy: dict[DeviceId, dict[SlotId, RunningAnswers]] = {}
@@ -73,10 +111,10 @@ class Compute:
         running = self._running.get(place.id)
         is_new = running is None
         if running is None:
-            running = self._running[place.id] = RunningAnswers(curve, _computes_on(place, devices), self._agenda.now)
+            running = self._running[place.id] = RunningAnswers(curve, _computes_on(place, devices), self._clock.now)
             for device in running.devices:
                 self._busy.setdefault(device, {})[place.id] = running
-        running.advance(self._agenda.now)
+        running.advance(self._clock.now)
         heappush(running.due, (running.done_s + work_s, call.number, (call, call.grants)))
         self._changed(running, len(place.running))
         if is_new:
@@ -104,7 +142,7 @@ class Compute:
 
     def _changed(self, running: RunningAnswers, batch: int) -> None:
         """The batch or the neighbours are others now: schedule the next end anew."""
-        now = self._agenda.now
+        now = self._clock.now
         running.advance(now)
         running.batch = batch
         if running.curve is not None:
@@ -114,7 +152,7 @@ class Compute:
             heappop(due)
         running.planned += 1
         if due:
-            self._agenda.arrange((due[0][0] - running.done_s) / running.rate, self._end, (running, running.planned))
+            self._clock.arrange((due[0][0] - running.done_s) / running.rate, self._end, (running, running.planned))
 
     def _neighbours(self, running: RunningAnswers) -> int:
         """Other busy slots on the most crowded of its devices."""

@@ -14,9 +14,6 @@ from greenroom.core.model import Device, DeviceId, ModelId, ModelSpec, MoveKind
 from greenroom.core.policy import BUILT_IN, SWAPPERS, Swappers
 from greenroom.core.policy.base import Policies
 from greenroom.core.scheduler import DefaultScheduler
-from greenroom.errors import ConfigError
-
-POLICIES = tuple(BUILT_IN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +127,3 @@ def absent_gpus(spec: ModelSpec, devices: Iterable[Device]) -> tuple[DeviceId, .
     """The GPUs that `devices` of this model names, if nothing that it names is there; else none."""
     there = {device.id for device in devices}
     return () if there.intersection(spec.devices) else spec.devices
-
-
-def limits_for(limits: Limits, policy: str, policies: Policies = BUILT_IN) -> Limits:
-    """The same limits with that policy. Raises ConfigError if it is unknown."""
-    names = tuple(policies)
-    if policy not in names:
-        raise ConfigError(f"there is no policy {policy}: {' or '.join(names)}")
-    return replace(limits, policy=policy)

@@ -1,16 +1,16 @@
 """What a run of the world can be given: faults that decide how things end, and watchers that see everything.
 
-The world asks `Faults` how each move, answer and recall ends; with `NoFaults` all go well. Whatever happens at times of
-its own (foreign memory, a changed configuration, a crash) is arranged with `World.after`. A `Watcher` sees every event
-and effect. Two runs with the same `TraceHash` took the same decisions: records hold no sets, so their text does not
-depend on the hash seed of the process.
+The world asks `Faults` how each move, answer and recall ends. Whatever happens at times of its own (foreign memory, a
+changed configuration, a crash) is arranged with `World.after`. A `Watcher` sees every event and effect. Two runs with
+the same `TraceHash` took the same decisions: records hold no sets, so their text does not depend on the hash seed of
+the process.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from greenroom.core import events as ev
 from greenroom.core.model import Claim, LeaseId, Move, MoveId, Outcome, Tier
@@ -41,56 +41,41 @@ class ServeFate(NamedTuple):
     left_in: Tier = Tier.COLD
 
 
-class Faults(Protocol):
+class Faults:
+    """All goes well. A subclass lets some things go wrong."""
+
     def on_move(self, move: Move, usual: MoveFate) -> MoveFate:
         """A move begins: how it will end."""
-        ...
-
-    def on_abort(self, move: MoveId) -> bool:
-        """A move is to be aborted: True if it still can be. Otherwise it ends as it would have."""
-        ...
-
-    def on_grant(self, call: SimCall, usual_s: float) -> ServeFate | None:
-        """A request is granted: how its answer will end. None: well, in the usual time."""
-        ...
-
-    def on_recall(self, lease: LeaseId, within_s: float) -> float:
-        """A lease is recalled: the seconds until its holder leaves."""
-        ...
-
-
-class NoFaults:
-    def on_move(self, move: Move, usual: MoveFate) -> MoveFate:
         return usual
 
     def on_abort(self, move: MoveId) -> bool:
+        """A move is to be aborted: True if it still can be. Otherwise it ends as it would have."""
         return True
 
     def on_grant(self, call: SimCall, usual_s: float) -> ServeFate | None:
+        """A request is granted: how its answer will end. None: well, in the usual time."""
         return None
 
     def on_recall(self, lease: LeaseId, within_s: float) -> float:
+        """A lease is recalled: the seconds until its holder leaves."""
         return within_s / 2
 
 
-class Watcher(Protocol):
-    """Sees everything that passes between the world and the scheduler."""
+class Watcher:
+    """Sees everything that passes between the world and the scheduler. A subclass says what to do with it."""
 
     def told(self, event: ev.Event) -> None:
         """The scheduler is about to handle this."""
-        ...
 
     def asked(self, effect: str, *details: object) -> None:
         """The scheduler asks for this."""
-        ...
 
     def settled(self, event: ev.Event) -> None:
         """The scheduler has handled this."""
-        ...
 
 
-class TraceHash:
-    """A watcher that keeps nothing but a hash of all events and effects, with their reasons, in order."""
+class TraceHash(Watcher):
+    """Keeps nothing but a hash of all events and effects, with their reasons, in order."""
 
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=16)
@@ -101,25 +86,5 @@ class TraceHash:
     def asked(self, effect: str, *details: object) -> None:
         self._hash.update(f"{effect} {details!r}\n".encode())
 
-    def settled(self, event: ev.Event) -> None:
-        """Nothing more is seen then."""
-
     def hex(self) -> str:
         return self._hash.hexdigest()
-
-
-class Transcript:
-    """A watcher that keeps events and effects, each effect with the number of the event that caused it."""
-
-    def __init__(self) -> None:
-        self.events: list[ev.Event] = []
-        self.effects: list[tuple[int, str, tuple[object, ...]]] = []
-
-    def told(self, event: ev.Event) -> None:
-        self.events.append(event)
-
-    def asked(self, effect: str, *details: object) -> None:
-        self.effects.append((len(self.events), effect, details))
-
-    def settled(self, event: ev.Event) -> None:
-        """Nothing more is seen then."""

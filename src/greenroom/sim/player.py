@@ -7,10 +7,10 @@ is posted while the scheduler handles another. `world.py` begins things, `hooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from random import Random
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
 from greenroom.core import events as ev
 from greenroom.core.decide.placement import asleep
@@ -30,9 +30,9 @@ from greenroom.core.model import (
     SlotId,
     Tier,
 )
-from greenroom.sim.compute import Compute
+from greenroom.sim.compute import Clock, Compute
 from greenroom.sim.config import DEFAULT_TIMINGS, SimConfig, SimModel, Timings, absent_gpus
-from greenroom.sim.hooks import Ending, Faults, MoveFate, NoFaults, ServeFate, Watcher
+from greenroom.sim.hooks import Ending, Faults, MoveFate, ServeFate, Watcher
 from greenroom.sim.records import NO_MODEL, EndedCalls, Fate, SimCall, SimPlace, Violation
 from greenroom.sim.truth import Delays, GroundTruth
 
@@ -57,7 +57,7 @@ class Player:
         self.events_told = 0
         self._specs: dict[tuple[ModelId, int], ModelSpec] = {}  # slots of old revisions keep their spec
         self._random = Random(f"{seed}:world")
-        self._faults: Faults = faults or NoFaults()
+        self._faults = faults or Faults()
         # Bound methods, looked up once: they are called millions of times.
         self._tell = tuple(watcher.told for watcher in watchers)
         self._show = tuple(watcher.asked for watcher in watchers)
@@ -295,10 +295,10 @@ class Player:
         if was is Fate.GRANTED:
             self._stop_serving(call)
         if call.fate is Fate.SERVED:
-            self.truth.meters.delays_of(call.model).add(call)
+            self.truth.meters.delays[call.model].add(call)
         elif was is Fate.WAITING:
             truth, model = self.truth, call.model
-            delays = truth.meters.delays_of(model)
+            delays = truth.meters.delays[model]
             delays.lose(truth.is_there(model), truth.is_first_load(model), truth.is_idle_load(model))
             if call.code is RejectCode.TOO_LARGE:
                 self._count_too_large(call, delays)
@@ -341,60 +341,3 @@ class Player:
 
     def _object(self, what: str) -> NoReturn:
         raise Violation(what)
-
-
-Subject = TypeVar("Subject")
-
-# After a clock step, `told` is a rounded sum; a timer must not fire that little bit early.
-ROUNDING_S = 1e-6
-
-
-class Clock:
-    """Virtual time and what is scheduled in it. `told` is the scheduler's clock, which may be stepped."""
-
-    __slots__ = ("_agenda", "_number", "_offset_s", "now", "told")
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.told = 0.0
-        self._offset_s = 0.0
-        self._number = 0
-        self._agenda: list[tuple[float, int, Callable[[Any], object], Any]] = []
-
-    def arrange(self, after_s: float, action: Callable[[Subject], object], subject: Subject) -> None:
-        """Call action(subject) after this many seconds."""
-        self._number += 1
-        heappush(self._agenda, (self.now + max(0.0, after_s), self._number, action, subject))
-
-    def arrange_at(self, at: float, action: Callable[[Subject], object], subject: Subject) -> None:
-        """Call it at this time; at once if that has passed."""
-        self._number += 1
-        heappush(self._agenda, (max(at, self.now), self._number, action, subject))
-
-    def arrange_when_told(self, at: float, action: Callable[[Subject], object], subject: Subject) -> None:
-        """Call it when the scheduler's clock shows this time."""
-        self.arrange_at(at - self._offset_s + ROUNDING_S if self._offset_s else at, action, subject)
-
-    def advance(self, until: float) -> bool:
-        """Run the next action. Returns False if there is none up to `until`."""
-        if not self._agenda or self._agenda[0][0] > until:
-            return False
-        at, _, action, subject = heappop(self._agenda)
-        self.now = at
-        self.told = at + self._offset_s
-        action(subject)
-        return True
-
-    def pass_to(self, now: float) -> None:
-        """Advance the time without running anything."""
-        self.now = now
-        self.told = now + self._offset_s
-
-    def step(self, by_s: float) -> None:
-        """The scheduler's clock jumps; real time goes on as before."""
-        self._offset_s += by_s
-        self.told = self.now + self._offset_s
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._agenda

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from heapq import merge
 from struct import Struct
 from typing import Any, NamedTuple, overload
 
 from greenroom.core.effects import RejectCode
-from greenroom.core.model import NO_CLAIM, NO_TENANT, Claim, ModelId, Move, SlotId, TenantId, Tier
+from greenroom.core.model import NO_TENANT, Claim, ModelId, Move, SlotId, TenantId, Tier
 
 # The model of a place that is a lease.
 NO_MODEL = ModelId("")
@@ -145,79 +146,44 @@ def _in_order(times: array[float]) -> Iterator[int]:
     return merge(*(array("I", sorted(part, key=times.__getitem__)) for part in parts), key=times.__getitem__)
 
 
+@dataclass(slots=True, eq=False)
 class SimCall:
     """A request, or a lease that another program asks for."""
 
-    __slots__ = (
-        "arrived",
-        "candidates",
-        "code",
-        "ended_at",
-        "fate",
-        "first_load_s",
-        "granted_at",
-        "grants",
-        "id",
-        "idle_load_s",
-        "is_kept_out",
-        "is_lease",
-        "model",
-        "not_there_s",
-        "number",
-        "on_end",
-        "output_len",
-        "priority",
-        "prompt_len",
-        "slot",
-        "tenant",
-        "was_broken",
-        "was_cut",
-        "work_s",
-    )
+    id: str
+    number: int
+    candidates: tuple[ModelId, ...]
+    arrived: float
+    prompt_len: int = 0
+    output_len: int = 0
+    priority: int = 1
+    tenant: TenantId = NO_TENANT
+    is_lease: bool = False
+    fate: Fate = Fate.WAITING
+    # The model that serves it; before that, its first candidate.
+    model: ModelId = field(init=False)
+    slot: SlotId | None = None
+    grants: int = 0
+    granted_at: float = 0.0
+    ended_at: float = 0.0
+    # The part of its wait before its slot was ready.
+    not_there_s: float = 0.0
+    # The part of that in which its model became ready: for the first time; after it had left because it was idle.
+    first_load_s: float = 0.0
+    idle_load_s: float = 0.0
+    # How long its answer takes alone on the GPU.
+    work_s: float = 0.0
+    was_cut: bool = False
+    # Its engine died in the middle of the answer.
+    was_broken: bool = False
+    code: RejectCode | None = None
+    # Refused for lack of memory that the machine has, but pinned models hold.
+    is_kept_out: bool = False
+    # Called when it has ended, however it ended.
+    on_end: Callable[[SimCall], None] | None = None
 
-    def __init__(
-        self,
-        call_id: str,
-        number: int,
-        candidates: tuple[ModelId, ...],
-        arrived: float,
-        prompt_len: int = 0,
-        output_len: int = 0,
-        priority: int = 1,
-        tenant: TenantId = NO_TENANT,
-        is_lease: bool = False,
-    ) -> None:
-        self.id = call_id
-        self.number = number
-        self.candidates = candidates
-        self.arrived = arrived
-        self.prompt_len = prompt_len
-        self.output_len = output_len
-        self.priority = priority
-        self.tenant = tenant
-        self.is_lease = is_lease
-        self.fate = Fate.WAITING
-        # The model that serves it; before that, its first candidate.
-        self.model = candidates[0] if candidates else NO_MODEL
-        self.slot: SlotId | None = None
-        self.grants = 0
-        self.granted_at = 0.0
-        self.ended_at = 0.0
-        # The part of its wait before its slot was ready.
-        self.not_there_s = 0.0
-        # The part of that in which its model became ready: for the first time; after it had left because it was idle.
-        self.first_load_s = 0.0
-        self.idle_load_s = 0.0
-        # How long its answer takes alone on the GPU.
-        self.work_s = 0.0
-        self.was_cut = False
-        # Its engine died in the middle of the answer.
-        self.was_broken = False
-        self.code: RejectCode | None = None
-        # Refused for lack of memory that the machine has, but pinned models hold.
-        self.is_kept_out = False
-        # Called when it has ended, however it ended.
-        self.on_end: Callable[[SimCall], None] | None = None
+    def __post_init__(self) -> None:
+        self.model = self.candidates[0] if self.candidates else NO_MODEL
 
     @property
     def wait_s(self) -> float:
@@ -282,66 +248,35 @@ class EndedCalls:
         return len(self._packed) // self._LAYOUT.size
 
     def __iter__(self) -> Iterator[EndedCall]:
-        models, tenants = self._models.all, self._tenants.all
         for row in self._LAYOUT.iter_unpack(self._packed):
-            arrived, granted, ended, output, priority, model, tenant, fate, code, was_broken, is_lease = row
-            yield EndedCall(
-                arrived,
-                granted,
-                ended,
-                output,
-                priority,
-                ModelId(models[model]),
-                TenantId(tenants[tenant]),
-                _FATES[fate],
-                _CODES[code],
-                was_broken,
-                is_lease,
-            )
+            *figures, model, tenant, fate, code, was_broken, is_lease = row
+            names = (self._models.all[model], self._tenants.all[tenant])
+            yield EndedCall._make((*figures, *names, _FATES[fate], _CODES[code], was_broken, is_lease))
 
 
+@dataclass(slots=True, eq=False)
 class SimPlace:
     """A slot, or the memory of a lease: its tier and its claim, by all events so far."""
 
-    __slots__ = (
-        "asleep_claim",
-        "concurrency",
-        "fell",
-        "first_load_s",
-        "held",
-        "holds",
-        "id",
-        "idle_load_s",
-        "model",
-        "move",
-        "moving_since",
-        "ready_claim",
-        "ready_since",
-        "revision",
-        "running",
-        "tier",
-    )
-
-    def __init__(self, slot: SlotId, model: ModelId, revision: int) -> None:
-        self.id = slot
-        self.model = model
-        self.revision = revision
-        self.tier = Tier.COLD
-        self.holds: Claim = NO_CLAIM
-        # What it held before its current move.
-        self.held: Claim = NO_CLAIM
-        self.ready_claim: Claim = NO_CLAIM
-        self.asleep_claim: Claim = NO_CLAIM
-        self.ready_since = 0.0
-        # How long it took to be ready: if it was the first time for its model; if that had left because it was idle.
-        self.first_load_s = 0.0
-        self.idle_load_s = 0.0
-        self.move: Move | None = None
-        self.moving_since = 0.0
-        self.running: dict[str, SimCall] = {}
-        self.concurrency = 1
-        # Its process died during its current move.
-        self.fell = False
+    id: SlotId
+    model: ModelId
+    revision: int
+    tier: Tier = Tier.COLD
+    holds: Claim = field(default_factory=dict)
+    # What it held before its current move.
+    held: Claim = field(default_factory=dict)
+    ready_claim: Claim = field(default_factory=dict)
+    asleep_claim: Claim = field(default_factory=dict)
+    ready_since: float = 0.0
+    # How long it took to be ready: if it was the first time for its model; if that had left because it was idle.
+    first_load_s: float = 0.0
+    idle_load_s: float = 0.0
+    move: Move | None = None
+    moving_since: float = 0.0
+    running: dict[str, SimCall] = field(default_factory=dict)
+    concurrency: int = 1
+    # Its process died during its current move.
+    fell: bool = False
 
     @property
     def has_engine(self) -> bool:

@@ -12,11 +12,12 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 
-from greenroom.sim.cases import Case, CaseResult, run_all
+from greenroom.sim.cases import Case, CaseResult, OnProgress, play
 from greenroom.sim.config import SimConfig
 from greenroom.sim.workloads import Workload
 
@@ -78,7 +79,7 @@ class CaseRuns:
         """The results in the order of the cases. `on_progress` gets a case and the share of its time that has passed.
         Raises CaseFailed."""
         if not self._workers:
-            return [self._result(case, on_progress) for case in self._compared]
+            return [self._result(case, partial(on_progress, case)) for case in self._compared]
         found: dict[int, CaseResult] = {}
         todo, playing = iter(range(len(self._compared))), dict[Connection, int]()
         for pipe in self._workers:
@@ -107,9 +108,9 @@ class CaseRuns:
             raise said
         return said
 
-    def _result(self, case: Case, on_progress: Callable[[Case, float], None]) -> CaseResult:
+    def _result(self, case: Case, on_progress: OnProgress) -> CaseResult:
         try:
-            return run_all((case,), self._base, self._workload, self._seed, on_progress)[0]
+            return play(case, self._base, self._workload, self._seed, on_progress)
         except Exception as error:
             raise CaseFailed(case, f"{type(error).__name__}: {error}", traceback.format_exc()) from error
 
@@ -147,7 +148,7 @@ class CaseRuns:
             return
 
     def _played(self, number: int, pipe: Connection) -> CaseResult | CaseFailed:
-        def tell(_: Case, share: float) -> None:
+        def tell(share: float) -> None:
             try:
                 pipe.send(share)
             except OSError:

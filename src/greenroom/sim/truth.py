@@ -6,6 +6,7 @@ effect that is impossible or forbidden raises Violation.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -386,18 +387,12 @@ class Meters:
     def __init__(self) -> None:
         self.moves: dict[MoveKind, int] = dict.fromkeys(MoveKind, 0)
         self.tiers = TierTimes()
-        self.delays: dict[ModelId, Delays] = {}
+        self.delays: defaultdict[ModelId, Delays] = defaultdict(Delays)
         self._moving = 0
-        self._busy_mib: dict[DeviceId, Level] = {}
-        self._moving_mib: dict[DeviceId, Level] = {}
+        self._busy_mib: defaultdict[DeviceId, Level] = defaultdict(Level)
+        self._moving_mib: defaultdict[DeviceId, Level] = defaultdict(Level)
         # The claim that each place was counted with: its claim may change meanwhile.
         self._counted: dict[str, Claim] = {}
-
-    def delays_of(self, model: ModelId) -> Delays:
-        found = self.delays.get(model)
-        if found is None:
-            found = self.delays[model] = Delays()
-        return found
 
     def move_began(self, place: SimPlace, now: float) -> None:
         self._moving += 1
@@ -423,18 +418,18 @@ class Meters:
 
     def busy_mib_s(self, device: DeviceId, now: float) -> float:
         """Memory of serving slots, times how long."""
-        return self._busy_mib[device].area(now) if device in self._busy_mib else 0.0
+        return self._busy_mib[device].area(now)
 
     def moving_mib_s(self, device: DeviceId, now: float) -> float:
         """Memory of moving slots, times how long."""
-        return self._moving_mib[device].area(now) if device in self._moving_mib else 0.0
+        return self._moving_mib[device].area(now)
 
-    def _count(self, levels: dict[DeviceId, Level], place: SimPlace, now: float) -> None:
+    def _count(self, levels: defaultdict[DeviceId, Level], place: SimPlace, now: float) -> None:
         # A slot never serves and moves at once, so one entry per slot is enough.
         self._counted[place.id] = place.holds
         for device, mib in place.holds.items():
-            levels.setdefault(device, Level()).add(mib, now)
+            levels[device].add(mib, now)
 
-    def _uncount(self, levels: dict[DeviceId, Level], place: SimPlace, now: float) -> None:
+    def _uncount(self, levels: defaultdict[DeviceId, Level], place: SimPlace, now: float) -> None:
         for device, mib in self._counted.pop(place.id, {}).items():
             levels[device].add(-mib, now)

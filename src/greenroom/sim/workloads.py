@@ -65,9 +65,6 @@ class Mix:
     prompt_len: float = 300.0
     output_len: float = 200.0
 
-    def drawing(self, random: Random) -> Drawing:
-        return Drawing(self, random)
-
 
 class Drawing:
     """Draws requests from a mix. Lengths are exponential: many short ones, a few very long ones."""
@@ -111,34 +108,22 @@ class Poisson:
 
     def arrivals(self) -> Iterator[SimArrival]:
         random = Random(f"{self.seed}:poisson")
-        drawing, at = self.mix.drawing(random), random.expovariate(self.rate)
+        drawing, at = Drawing(self.mix, random), random.expovariate(self.rate)
         while at < self.seconds:
             yield drawing.arrival(at)
             at += random.expovariate(self.rate)
 
 
 @dataclass(frozen=True, slots=True)
-class Bursty:
+class Bursty(Poisson):
     """Bursts and silence in turn, of exponential lengths. `rate` is the mean over both."""
 
-    mix: Mix
-    rate: float
-    seconds: float
-    seed: int = 0
     burst_s: float = 10.0
     silence_s: float = 30.0
 
-    @property
-    def expected(self) -> float:
-        """About how many requests come; a time below a second counts as one second."""
-        return self.rate * max(1.0, self.seconds)
-
-    def begin(self, world: World) -> None:
-        world.feed(self.arrivals())
-
     def arrivals(self) -> Iterator[SimArrival]:
         random = Random(f"{self.seed}:bursty")
-        drawing, at = self.mix.drawing(random), 0.0
+        drawing, at = Drawing(self.mix, random), 0.0
         rate_in_burst = self.rate * (self.burst_s + self.silence_s) / self.burst_s
         while at < self.seconds:
             ends = at + random.expovariate(1.0 / self.burst_s)
@@ -176,7 +161,7 @@ class Agent:
         self._loop = loop
         self._world = world
         self._random = Random(f"{loop.seed}:agent:{number}")
-        self._drawing = loop.mix.drawing(self._random)
+        self._drawing = Drawing(loop.mix, self._random)
         drawn = self._drawing.arrival(0.0)
         self._tenant = drawn.tenant
         self._pair = (drawn.model, self._other_than(drawn.model))

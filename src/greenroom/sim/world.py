@@ -4,6 +4,7 @@ how things begin. `player.py` plays and checks the scheduler's effects, and ends
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from greenroom.core import events as ev
 from greenroom.core.model import (
@@ -19,7 +20,7 @@ from greenroom.core.model import (
     RequestId,
     TenantId,
 )
-from greenroom.sim.config import SimConfig, SimModel, limits_for
+from greenroom.sim.config import SimConfig, SimModel
 from greenroom.sim.hooks import Faults, Watcher
 from greenroom.sim.player import Player
 from greenroom.sim.records import Fate, SimArrival, SimCall, Violation
@@ -41,12 +42,8 @@ class World(Player):
 
     def _configure(self) -> None:
         config = self.config
-        self.change_config(
-            config.models,
-            devices=config.devices,
-            limits=limits_for(config.limits, config.policy, config.policies),
-            learned=config.learned(),
-        )
+        limits = replace(config.limits, policy=config.policy)
+        self.change_config(config.models, devices=config.devices, limits=limits, learned=config.learned())
 
     @property
     def now(self) -> float:

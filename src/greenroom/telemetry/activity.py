@@ -175,25 +175,29 @@ _RATE_LIMITED: Final = 429
 _CLIENT_CLOSED: Final = 499
 
 
+# The names of the figures, everywhere: in the file, in answers, in tables.
+FIGURES: Final = (
+    "requests",
+    "refused",
+    "rate_limited",
+    "failed",
+    "aborted",
+    "estimated",
+    "uncounted",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "gpu_s",
+    "answer_s",
+    "audio_s",
+    "pictures",
+)
+
+
 class Counts:
     """The sums of one row. A sum is None until something is known that belongs to it."""
 
-    __slots__ = (
-        "aborted",
-        "answer_s",
-        "audio_s",
-        "cached_tokens",
-        "completion_tokens",
-        "estimated",
-        "failed",
-        "gpu_s",
-        "pictures",
-        "prompt_tokens",
-        "rate_limited",
-        "refused",
-        "requests",
-        "uncounted",
-    )
+    __slots__ = FIGURES
 
     def __init__(self) -> None:
         self.requests = 0
@@ -215,39 +219,14 @@ class Counts:
 
     def figures(self) -> Figures:
         """In the order of `FIGURES`."""
-        return (
-            self.requests,
-            self.refused,
-            self.rate_limited,
-            self.failed,
-            self.aborted,
-            self.estimated,
-            self.uncounted,
-            self.prompt_tokens,
-            self.cached_tokens,
-            self.completion_tokens,
-            self.gpu_s,
-            self.answer_s,
-            self.audio_s,
-            self.pictures,
-        )
+        return tuple(getattr(self, name) for name in FIGURES)
 
     def add(self, other: Counts) -> None:
         """Count what `other` counted, too."""
-        self.requests += other.requests
-        self.refused += other.refused
-        self.rate_limited += other.rate_limited
-        self.failed += other.failed
-        self.aborted += other.aborted
-        self.estimated += other.estimated
-        self.uncounted += other.uncounted
-        self.prompt_tokens = _sum(self.prompt_tokens, other.prompt_tokens)
-        self.cached_tokens = _sum(self.cached_tokens, other.cached_tokens)
-        self.completion_tokens = _sum(self.completion_tokens, other.completion_tokens)
-        self.gpu_s = _seconds(self.gpu_s, other.gpu_s)
-        self.answer_s += other.answer_s
-        self.audio_s = _seconds(self.audio_s, other.audio_s)
-        self.pictures = _sum(self.pictures, other.pictures)
+        for name in FIGURES:
+            one, more = getattr(self, name), getattr(other, name)
+            if more is not None:
+                setattr(self, name, more if one is None else one + more)
 
     def count_status(self, status: int) -> None:
         if status == _CLIENT_CLOSED:
@@ -258,25 +237,6 @@ class Counts:
             self.refused += 1
             if status == _RATE_LIMITED:
                 self.rate_limited += 1
-
-
-# The names of the figures, everywhere: in the file, in answers, in tables.
-FIGURES: Final = (
-    "requests",
-    "refused",
-    "rate_limited",
-    "failed",
-    "aborted",
-    "estimated",
-    "uncounted",
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-    "gpu_s",
-    "answer_s",
-    "audio_s",
-    "pictures",
-)
 
 
 class UsageCounts:

@@ -3,9 +3,8 @@ counts: `metrics.py` does. `server.metrics_aliases` adds series under the names 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -96,38 +95,35 @@ def render(metrics: Metrics, gauges: Gauges, *, only_models: Collection[str] | N
     are left out, and tenants are summed. May run in a thread beside the loop that counts, and should: with the most
     tenants that are kept apart it takes about half a second."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Everything(partial(_families, metrics, gauges, only_models)))
+    registry.register(_Everything(metrics, gauges, only_models))
     return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
 
 
 class _Everything(Collector):
     """The collector that the registry asks at a scrape."""
 
-    def __init__(self, families: Callable[[], Iterator[Metric]]) -> None:
-        self._families = families
+    def __init__(self, metrics: Metrics, gauges: Gauges, only_models: Collection[str] | None) -> None:
+        self._metrics = metrics
+        self._gauges = gauges
+        self._only_models = only_models
 
     def collect(self) -> Iterator[Metric]:
-        return self._families()
+        models = self._only_models
+        for family in _families(self._metrics, self._gauges, by_tenant=models is None):
+            if models is not None:
+                family.samples = [one for one in family.samples if _is_of(one.labels.get("model"), models)]
+            yield family
 
 
 def _is_of(model: str | None, models: Collection[str]) -> bool:
     return model is None or model == UNKNOWN_MODEL or model in models
 
 
-def _families(metrics: Metrics, gauges: Gauges, only_models: Collection[str] | None) -> Iterator[Metric]:
-    if only_models is None:
-        yield from _whole_families(metrics, gauges, by_tenant=True)
-        return
-    for family in _whole_families(metrics, gauges, by_tenant=False):
-        family.samples = [one for one in family.samples if _is_of(one.labels.get("model"), only_models)]
-        yield family
-
-
-def _whole_families(metrics: Metrics, gauges: Gauges, *, by_tenant: bool) -> Iterator[Metric]:
+def _families(metrics: Metrics, gauges: Gauges, *, by_tenant: bool) -> Iterator[Metric]:
     requests, tokens = metrics.tenant_requests, metrics.tenant_tokens
     if not by_tenant:
-        requests, tokens = _summed(requests, "tenant", ALL), _summed(tokens, "tenant", ALL)
-    yield counter_family(_without(requests, "status", table.TENANT_REQUESTS))
+        requests, tokens = (_summed(counter, "tenant", counter.spec, ALL) for counter in (requests, tokens))
+    yield counter_family(_summed(requests, "status", table.TENANT_REQUESTS))
     yield counter_family(tokens)
     if metrics.answer_seconds is not None:
         yield from _aliases(requests, metrics.answer_seconds, metrics.prefix_hit_rates(), gauges)
@@ -148,21 +144,12 @@ def _aliases(requests: Counter, seconds: Histogram, hit_rates: Mapping[str, floa
     yield _histogram_family(seconds)
 
 
-def _summed(counter: Counter, label: str, value: str) -> Counter:
-    """A copy in which all values of this label are summed under `value`."""
-    place = counter.spec.labels.index(label)
-    total = Counter(counter.spec)
-    for labels in list(counter.series):
-        total.at(*labels[:place], value, *labels[place + 1 :]).add(counter.series[labels].value)
-    return total
-
-
-def _without(counter: Counter, label: str, spec: MetricSpec) -> Counter:
-    """A copy of this name in which all values of a label are summed, and the label is left out."""
+def _summed(counter: Counter, label: str, spec: MetricSpec, *instead: str) -> Counter:
+    """A copy of this name in which all values of a label are summed: under another value, or without the label."""
     place = counter.spec.labels.index(label)
     total = Counter(spec)
     for labels in list(counter.series):
-        total.at(*labels[:place], *labels[place + 1 :]).add(counter.series[labels].value)
+        total.at(*labels[:place], *instead, *labels[place + 1 :]).add(counter.series[labels].value)
     return total
 
 

@@ -9,7 +9,7 @@ anything itself: the rest of the gateway reports what happened.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Final, TypeVar
 
@@ -84,7 +84,12 @@ class Metrics:
         self._prefix_answers = Counter(table.PREFIX_ANSWERS)
         self._evictions, self._rejections = Counter(table.EVICTIONS), Counter(table.REJECTIONS)
         self._edge_refusals, self._lease_asks = Counter(table.EDGE_REFUSALS), Counter(table.LEASE_ASKS)
-        self.green_room = GreenRoomCounts(self._model)
+        self._woken, self._wake_rate = Counter(table.WAKE_BYTES), Histogram(table.WAKE_RATE)
+        self._read, self._read_rate = Counter(table.PREPARE_BYTES), Histogram(table.PREPARE_RATE)
+        self._starts, self._losses = Counter(table.WORKER_STARTS), Counter(table.WORKER_LOSSES)
+        self._flushed, self._prefetched = Counter(table.FLUSHED_BYTES), Counter(table.PREFETCH_BYTES)
+        # Exposed from the start as 0, so that the first loss is an increase.
+        self._losses.at()
         # How long the last requests waited.
         self.waits_s: deque[float] = deque(maxlen=WAITS_MAX)
         self._models: set[str] = set()
@@ -196,18 +201,52 @@ class Metrics:
         """A program asked for memory and was answered, or left: granted, denied or given_up."""
         self._lease_asks.at(outcome).add()
 
+    # --- the green room ---------------------------------------------------------------------------------------------
+
+    def woke(self, model: str, size_bytes: int, seconds: float) -> None:
+        """These bytes of weights were copied to a device in this time."""
+        _add_copy(self._woken, self._wake_rate, self._model(model), size_bytes, seconds)
+
+    def prepared(self, model: str, size_bytes: int, seconds: float) -> None:
+        """These bytes of weights were read from disk in this time."""
+        _add_copy(self._read, self._read_rate, self._model(model), size_bytes, seconds)
+
+    def worker_started(self, *, spare: bool) -> None:
+        self._starts.at("spare" if spare else "needed").add()
+
+    def worker_lost(self) -> None:
+        self._losses.at().add()
+
+    def flushed(self, model: str, size_bytes: int) -> None:
+        self._flushed.at(self._model(model)).add(size_bytes)
+
+    def prefetched(self, model: str, size_bytes: int) -> None:
+        self._prefetched.at(self._model(model)).add(size_bytes)
+
+    # --- read -------------------------------------------------------------------------------------------------------
+
     def counters(self) -> tuple[Counter, ...]:
         """All counters but those by tenant."""
         counted = (self._requests, self._lookups, self._prefix_answers, self._moves, self._evictions, self._rejections)
-        return (*counted, self._edge_refusals, self._lease_asks, *self.green_room.counters)
+        green_room = (self._woken, self._read, self._starts, self._losses, self._flushed, self._prefetched)
+        return (*counted, self._edge_refusals, self._lease_asks, *green_room)
 
     def histograms(self) -> tuple[Histogram, ...]:
         measured = (self._audio, self._audio_factor, self._seconds, self._wait, self._wait_causes, self._first_byte)
-        return (*measured, self._move_seconds, *self.green_room.histograms)
+        return (*measured, self._move_seconds, self._wake_rate, self._read_rate)
 
     def model_counts(self) -> dict[str, ModelCounts]:
         """Counts since the start, by model."""
-        return _model_counts(self._lookups, self._evictions, self._moves, self._move_seconds)
+        found: defaultdict[str, ModelCounts] = defaultdict(ModelCounts)
+        for (model, result), count in self._lookups.series.items():
+            found[model].add(ModelCounts(hits=count.value) if result == "hit" else ModelCounts(misses=count.value))
+        for (model, _), count in self._evictions.series.items():
+            found[model].evictions += count.value
+        for (model, kind, outcome), count in self._moves.series.items():
+            found[model].loads += count.value if (kind, outcome) == ("load", "done") else 0
+        for (model, kind), spread in self._move_seconds.series.items():
+            found[model].load_s += spread.sum if kind == "load" else 0
+        return found
 
     def totals(self) -> Totals:
         """What was counted since the start, of all models and tenants together."""
@@ -300,41 +339,6 @@ def _admit(values: set[_Label], value: _Label, most: int) -> bool:
     return True
 
 
-class GreenRoomCounts:
-    """Counts what goes into the green room and comes out of it. `label` gives the label of a model."""
-
-    def __init__(self, label: Callable[[str], str]) -> None:
-        self._label = label
-        self._woken, self._wake_rate = Counter(table.WAKE_BYTES), Histogram(table.WAKE_RATE)
-        self._read, self._read_rate = Counter(table.PREPARE_BYTES), Histogram(table.PREPARE_RATE)
-        self._starts, self._losses = Counter(table.WORKER_STARTS), Counter(table.WORKER_LOSSES)
-        self._flushed, self._prefetched = Counter(table.FLUSHED_BYTES), Counter(table.PREFETCH_BYTES)
-        self.counters = (self._woken, self._read, self._starts, self._losses, self._flushed, self._prefetched)
-        self.histograms = (self._wake_rate, self._read_rate)
-        # Exposed from the start as 0, so that the first loss is an increase.
-        self._losses.at()
-
-    def woke(self, model: str, size_bytes: int, seconds: float) -> None:
-        """These bytes of weights were copied to a device in this time."""
-        _add_copy(self._woken, self._wake_rate, self._label(model), size_bytes, seconds)
-
-    def prepared(self, model: str, size_bytes: int, seconds: float) -> None:
-        """These bytes of weights were read from disk in this time."""
-        _add_copy(self._read, self._read_rate, self._label(model), size_bytes, seconds)
-
-    def worker_started(self, *, spare: bool) -> None:
-        self._starts.at("spare" if spare else "needed").add()
-
-    def worker_lost(self) -> None:
-        self._losses.at().add()
-
-    def flushed(self, model: str, size_bytes: int) -> None:
-        self._flushed.at(self._label(model)).add(size_bytes)
-
-    def prefetched(self, model: str, size_bytes: int) -> None:
-        self._prefetched.at(self._label(model)).add(size_bytes)
-
-
 def _add_copy(total: Counter, rate: Histogram, label: str, size_bytes: int, seconds: float) -> None:
     total.at(label).add(size_bytes)
     # A copy of nothing, or in no time, has no rate.
@@ -407,21 +411,3 @@ class Histogram:
         if found is None:
             found = self.series[labels] = Spread(self.spec.buckets)
         return found
-
-
-def _model_counts(lookups: Counter, evictions: Counter, moves: Counter, seconds: Histogram) -> dict[str, ModelCounts]:
-    """Counts by model."""
-    found: dict[str, ModelCounts] = {}
-
-    def of(model: str) -> ModelCounts:
-        return found.setdefault(model, ModelCounts())
-
-    for (model, result), count in lookups.series.items():
-        of(model).add(ModelCounts(hits=count.value) if result == "hit" else ModelCounts(misses=count.value))
-    for (model, _), count in evictions.series.items():
-        of(model).evictions += count.value
-    for (model, kind, outcome), count in moves.series.items():
-        of(model).loads += count.value if (kind, outcome) == ("load", "done") else 0
-    for (model, kind), spread in seconds.series.items():
-        of(model).load_s += spread.sum if kind == "load" else 0
-    return found

@@ -13,6 +13,7 @@ from typing import Any, cast
 from greenroom.core import events as ev
 from greenroom.core.invariants import Tabled
 from greenroom.core.state import State
+from greenroom.sim.hooks import Watcher
 from greenroom.sim.world import World
 
 EVENTS: dict[type[Any], str] = {
@@ -56,7 +57,7 @@ def _those_with(checks: Sequence[Check], name: str) -> tuple[Heard, ...]:
     return tuple(getattr(check, name) for check in checks if hasattr(check, name))
 
 
-class Checkers:
+class Checkers(Watcher):
     """A watcher made of checkers."""
 
     def __init__(self, checks: Sequence[Check]) -> None:

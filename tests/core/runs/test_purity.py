@@ -16,6 +16,7 @@ from greenroom.core.decide.placement import Places
 from greenroom.core.decide.residents import Residents
 from greenroom.core.model import ModelId, RequestId, TenantId
 from greenroom.core.scheduler import DefaultScheduler
+from greenroom.sim.hooks import Watcher
 from tests.chaos.checks.base import Checkers
 from tests.chaos.play import Play
 from tests.chaos.scenario import draw_scenario
@@ -62,8 +63,8 @@ def names(value: Any) -> list[str]:
     return found
 
 
-class Asking:
-    """A watcher that asks everything that can be asked, and compares."""
+class Asking(Watcher):
+    """Asks everything that can be asked, and compares."""
 
     def __init__(self) -> None:
         self.scheduler: DefaultScheduler | None = None
@@ -73,12 +74,6 @@ class Asking:
         self.events += 1
         if self.scheduler is not None and self.events % ASKED_EVERY == 0:
             self._ask(self.scheduler, event.now)
-
-    def asked(self, effect: str, *details: object) -> None:
-        """Nothing is to be compared then."""
-
-    def settled(self, event: ev.Event) -> None:
-        """Nothing is to be compared then."""
 
     def hex(self) -> str:
         return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from greenroom.core.events import TimerKind
 from greenroom.core.model import ModelId, MoveKind, Need, Outcome, Tier
 from tests.core.queue.test_order import ready
 from tests.core.world import Engine, Fate, World, gpu, host, model
@@ -72,19 +71,6 @@ def test_a_shorter_ttl_counts_at_once() -> None:
     world.config(model("a", ttl_s=20.0))
     world.run()
     assert world.now == 26.0
-
-
-def test_a_timer_that_fires_early_is_set_again_and_an_unset_one_is_ignored() -> None:
-    world = World([model("a", ttl_s=60.0)])
-    ready(world, "a")
-    (timer,) = world.timers
-    assert timer.kind is TimerKind.IDLE
-    world.fire(timer)
-    assert timer in world.timers and world.tier("a") is Tier.READY
-    world.run()
-    world.timers[timer] = world.now
-    world.fire(timer)
-    assert world.scheduler.state.counters.ignored == 1
 
 
 def test_a_preload_is_loaded_at_start() -> None:

@@ -104,13 +104,6 @@ def test_no_memory_raises_the_need_evicts_more_and_tries_once_more() -> None:
     assert world.moves[-1].claim == {GPU0: 5_001}
 
 
-def test_no_memory_twice_is_a_failure() -> None:
-    world = failing(Outcome.NO_MEMORY)
-    world.arrive("r", "a")
-    world.run()
-    assert world.kinds() == ["load a", "load a"] and world.code("r") is RejectCode.LOAD_FAILED
-
-
 def test_a_need_is_not_raised_beyond_what_there_could_be() -> None:
     world = World([model("a", 7_000)])
     world.outcome_of = lambda move: Outcome.NO_MEMORY if len(world.moves) < 2 else Outcome.DONE
@@ -245,16 +238,6 @@ def test_a_request_lost_before_its_first_byte_goes_back_to_its_place() -> None:
     world.finish("first")
     world.run()
     assert world.fate("second") is Fate.SERVED
-
-
-def test_a_request_lost_twice_is_rejected() -> None:
-    world = World([model("a")])
-    ready(world, "a")
-    world.arrive("r", "a")
-    world.finish("r", lost=True)
-    assert world.fate("r") is Fate.GRANTED
-    world.finish("r", lost=True)
-    assert world.code("r") is RejectCode.LOST
 
 
 def test_a_request_lost_while_its_model_is_removed_is_rejected() -> None:

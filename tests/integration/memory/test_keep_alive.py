@@ -249,7 +249,7 @@ async def test_a_models_file_is_read_ahead_while_its_caller_waits(
         busy.ask(asking("a", stream=True))
         await busy.head()
         raw.ask(asking("b"))
-        counts = app.metrics.green_room._prefetched
+        counts = app.metrics._prefetched
         await until(lambda: counts.at("b").value == 3 * MIB, "the file was read")
         assert not any(slot.model == "b" and slot.move for slot in app.loop.scheduler.state.slots.values())
         raw.leave()

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from greenroom.app import App
 from greenroom.core.model import ModelId
-from greenroom.features.jobs.files import unwritten
+from greenroom.features.jobs.job import AnswerFile
 from greenroom.http.body import Body
 from greenroom.http.exchange import Exchange
 from greenroom.http.request import Head
@@ -240,7 +240,7 @@ async def test_what_is_read_again_after_a_reload_goes_by_the_profiles_of_then(ga
     head = Head(b"POST", CHAT.encode(), [], "1.1", "127.0.0.1", keep_alive=True)
     caller, route = app.keys.keys.named("team-a"), MODEL_ROUTES[head.path]
     assert caller is not None
-    exchange = Exchange(unwritten(), app.edge.state, head, body)
+    exchange = Exchange(AnswerFile(), app.edge.state, head, body)
     admitted = app.inference.admitted(head.get_all(OUR_HEADERS), route, caller)
     # A long body is read in several tries.
     reading = app.inference.reading(exchange, admitted, route)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from greenroom.core.model import Claim, DeviceId
-from greenroom.core.policy.swapper import ByMemory, Eviction, PlaceRank, Resident, Target
+from greenroom.core.policy.swapper import ByMemory, Eviction, PlaceRank, Resident, Target, give
 
 # Compared from the left: the smaller leaves first.
 Turn = tuple[bool, int, float, str]
@@ -56,12 +56,12 @@ def _in_turn(
     """Take victims in turn until there is room; None if all of them are not enough."""
     lacking = {device: mib - room_mib[device] for device, mib in claim.items()}
     for resident in must:
-        _give(lacking, resident)
+        give(lacking, resident)
     victims = list(must)
     for resident in may_go:
         # A resident that frees nothing where memory is missing is left alone.
         if any(mib > 0 and resident.gives_mib.get(device, 0) > 0 for device, mib in lacking.items()):
-            _give(lacking, resident)
+            give(lacking, resident)
             victims.append(resident)
     if any(mib > 0 for mib in lacking.values()):
         return None
@@ -78,8 +78,3 @@ def _needed(lacking: dict[DeviceId, int], victims: Sequence[Resident]) -> tuple[
         else:
             needed.append(resident)
     return tuple(needed)
-
-
-def _give(lacking: dict[DeviceId, int], resident: Resident) -> None:
-    for device in lacking:
-        lacking[device] -= resident.gives_mib.get(device, 0)

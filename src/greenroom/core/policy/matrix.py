@@ -20,7 +20,7 @@ of its outer models and weighs no less without them. If parts share nothing, one
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from greenroom.core.model import Matrix as Matrix
@@ -261,7 +261,4 @@ class _Builder:
             node = self.nodes[place]
             for part in node.parts:
                 outer[part] |= (outer[place] | node.inner) & self.nodes[part].support
-        return tuple(
-            Node(node.is_together, node.bits, node.parts, node.support, node.inner, seen)
-            for node, seen in zip(self.nodes, outer, strict=True)
-        )
+        return tuple(replace(node, outer=seen) for node, seen in zip(self.nodes, outer, strict=True))

@@ -200,7 +200,7 @@ def _victims(
     """The least bad set that makes room on these devices, `must` included; None if there is none."""
     lacking = {device: mib - room_mib[device] for device, mib in claim.items()}
     for resident in must:
-        _give(lacking, resident)
+        give(lacking, resident)
     if not any(mib > 0 for mib in lacking.values()):
         return must
     # Where memory is missing, or will be once a resident falls asleep there.
@@ -246,7 +246,8 @@ def _within(options: tuple[Claim, ...], most_mib: Mapping[DeviceId, int]) -> lis
     return found
 
 
-def _give(lacking: dict[DeviceId, int], resident: Resident) -> None:
+def give(lacking: dict[DeviceId, int], resident: Resident) -> None:
+    """Its eviction makes this much less lack."""
     for device in lacking:
         lacking[device] -= resident.gives_mib.get(device, 0)
 

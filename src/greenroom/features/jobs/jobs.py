@@ -1,8 +1,8 @@
 """Jobs: requests to models that are answered later. Each is run like every other request, and its answer is kept.
 
 Owns which of the waiting jobs are handed to the scheduler, and what their ends mean. The rows, their files and their
-bounds are those of `runtime/operations/table.py`. A job's exchange has no client: `files.py` takes its bytes. Its
-client leaves when the job is cancelled, which frees the engine at once. `progress.py` tells how far it is.
+bounds are those of `runtime/operations/table.py`. A job's exchange has no client: `job.py` takes its bytes. Its
+client leaves when the job is cancelled, which frees the engine at once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from greenroom.errors import (
     RateLimited,
     ShuttingDown,
 )
-from greenroom.features.jobs.files import AnswerFile, StoredAnswer, StoredRequest, route_of, unwritten
-from greenroom.features.jobs.progress import ASK_EVERY_S, JobProgress
+from greenroom.features.jobs.job import ASK_EVERY_S, AnswerFile, JobProgress, StoredAnswer, StoredRequest, route_of
 from greenroom.http.body import Body, BodyBudget
 from greenroom.http.exchange import Exchange
 from greenroom.http.limits import EdgeState
@@ -86,11 +85,10 @@ class Job:
     def __init__(self, row: Operation, table: OperationTable, jobs: Jobs):
         self.id, self.key, self.model, self.tenant, self.retry = row.id, row.key, row.model, row.tenant, row.retry
         self.request_id: str | None = None
-        self.exchange: Exchange | None = None
         self.is_cancelled = False
         self.is_started = False
         self.is_ending = False
-        self.answer = AnswerFile(lambda: table.result(row.id), self._leave)
+        self.answer = AnswerFile(table, row.id)
         self.over = asyncio.Event()
         self.progress = JobProgress()
         self.told_progress = 0.0
@@ -119,11 +117,7 @@ class Job:
 
     def cancel(self) -> None:
         self.is_cancelled = True
-        self._leave()
-
-    def _leave(self) -> None:
-        if self.exchange is not None:
-            self.exchange.leave()
+        self.answer.leave()
 
 
 class Jobs(Part):
@@ -161,7 +155,7 @@ class Jobs(Part):
         """Keep this request; it is run when its turn comes. `retry` None: as X-Job-Retry says. Raises what the request
         itself would be refused with, ShuttingDown, OperationsFull and OperationStoreFull."""
         kept = StoredRequest.of(head, self._inference.settings.forward_headers)
-        exchange = Exchange(unwritten(), self._edge, kept.head, body)
+        exchange = Exchange(AnswerFile(), self._edge, kept.head, body)
         admitted = self._inference.admitted(kept.head.get_all(OUR_HEADERS), route, caller)
         reading, request = self._inference.reading(exchange, admitted, route), None
         try:
@@ -307,7 +301,7 @@ class Jobs(Part):
         try:
             kept = await self._read(row.id, body)
             head = kept.head
-            job.exchange = exchange = Exchange(job.answer, self._edge, head, body)
+            job.answer.exchange = exchange = Exchange(job.answer, self._edge, head, body)
             route = route_of(head.path)
             admitted = self._inference.admitted(head.get_all(OUR_HEADERS), route, self.caller_of(job))
             request = await self._inference.read_job(self._inference.reading(exchange, admitted, route, job))
@@ -350,8 +344,8 @@ class Jobs(Part):
     async def _finish(self, job: Job, error: GreenroomError | None) -> None:
         answer = job.answer
         job.progress.close()
-        if job.exchange is not None:
-            job.exchange.body.close()
+        if answer.exchange is not None:
+            answer.exchange.body.close()
         try:
             if self.is_put_back(job, error):
                 answer.discard()
@@ -375,7 +369,7 @@ class Jobs(Part):
             return False
         if isinstance(error, QueueFull | BodiesFull | RateLimited) and not job.is_started:
             return True
-        if isinstance(error, OperationStoreFull) and job.exchange is None:
+        if isinstance(error, OperationStoreFull) and job.answer.exchange is None:
             return True
         return self._gateway.is_draining and (error is not None or not job.answer.is_complete)
 

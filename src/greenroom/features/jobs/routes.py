@@ -33,7 +33,7 @@ from greenroom.errors import (
     ResultGone,
     shown,
 )
-from greenroom.features.jobs.files import route_of
+from greenroom.features.jobs.job import route_of
 from greenroom.features.jobs.jobs import JobFacts, Jobs
 from greenroom.features.pictures.answers import HARMLESS
 from greenroom.http.body import Body, BodyBudget, Spliced

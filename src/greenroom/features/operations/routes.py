@@ -363,7 +363,7 @@ class Caches(Routes):
                 # Its worker is gone, and its cache with it.
                 return 0, 0
             raise
-        self._shell.metrics.green_room.flushed(live.entry.id, size_bytes)
+        self._shell.metrics.flushed(live.entry.id, size_bytes)
         return entries, size_bytes
 
 

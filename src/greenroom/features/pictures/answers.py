@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import binascii
-import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -188,9 +187,8 @@ def media_type(content: bytes) -> str | None:
 
 
 class PictureRoutes(Routes):
-    def __init__(self, store: PictureStore, clock: Callable[[], float]) -> None:
+    def __init__(self, store: PictureStore) -> None:
         self._store = store
-        self._clock = clock
 
     @get(f"{PICTURES}/img-{{picture}}", needs=Permission.ASK, response_class=Response)
     async def show_picture(self, picture: str) -> Response:
@@ -205,6 +203,6 @@ class PictureRoutes(Routes):
             "content-type": kept.media_type,
             "content-length": str(kept.size),
             "content-disposition": f'inline; filename="{kept.id}.{_ENDINGS[kept.media_type]}"',
-            "cache-control": f"private, immutable, max-age={max(0, math.floor(kept.until - self._clock()))}",
+            "cache-control": f"private, immutable, max-age={self._store.seconds_left(kept)}",
         }
         return StreamingResponse(pieces, headers=headers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -90,6 +91,10 @@ class PictureStore(Part):
         """None if there is none, or its time is over."""
         found = self._kept.get(id)
         return None if found is None or found.until <= self._clock() else found
+
+    def seconds_left(self, picture: KeptPicture) -> int:
+        """Whole seconds for which it is still served."""
+        return max(0, math.floor(picture.until - self._clock()))
 
     def read(self, id: str) -> Iterator[bytes] | None:
         """None if it is gone. Blocks. What is read stays readable when the picture is removed."""

@@ -204,7 +204,7 @@ def _recorded_speeds(
         return {}
     curves = {str(model.spec.id): model.timings.speed for model in models}
     gpus = sum(device.kind is DeviceKind.GPU for device in devices(config))
-    return speeds(answers, curves.__getitem__, args.prefill_tokens_per_s, gpus)
+    return speeds(answers, curves, args.prefill_tokens_per_s, gpus)
 
 
 def _with_speed(model: SimModel, recorded: Mapping[str, RecordedSpeed]) -> SimModel:

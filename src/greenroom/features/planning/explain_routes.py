@@ -3,10 +3,10 @@ shown. The question has the same waiting time and budget as a real request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isinf
-from typing import Annotated, Final, Literal, assert_never
+from typing import Annotated, Any, Final, Literal, assert_never
 
 from fastapi import Request
 from pydantic import Field
@@ -19,7 +19,7 @@ from greenroom.config.schema import Heartbeat
 from greenroom.core.contract import Scheduler
 from greenroom.core.effects import RejectCode
 from greenroom.core.events import Choice, RequestArrived
-from greenroom.core.explain import Explanation, Join, Option, Plan, Refuse, Serve, Swap, Wait
+from greenroom.core.explain import Explanation, Join, Option, Plan, Refuse, Serve, Swap, Victim, Wait
 from greenroom.core.model import LeaseId, ModelId, RequestId, TenantId, lease_name
 from greenroom.errors import PolicyFailed
 from greenroom.features.leases.local import LocalLeasing
@@ -184,26 +184,56 @@ class Explaining(Routes):
         return told.model_copy(update={"task": ladder.task.name, "candidates": [*seen, *left_out]})
 
     def _told(self, event: RequestArrived, said: Explanation, model: ModelId, own: str) -> Explained:
-        told = _told(event, said, model)
-        if said.leases:
-            names = self._lease_names(own)
-            return told.model_copy(update={"leases": [names[lease] for lease in said.leases if lease in names]})
-        if isinstance(said.plan, Swap):
-            update = {"devices": self._devices(said.plan), "evict": self._evicted(told.evict, own)}
-            return told.model_copy(update=update)
-        if isinstance(said.plan, Refuse) and said.plan.code is RejectCode.TOO_LARGE:
-            pinned = "" if own else _unpin(said.plan.pinned)
-            return told.model_copy(update={"detail": self._no_device(model) or pinned or None})
-        return told
+        plan, waits = said.plan, not isinstance(said.plan, Serve | Refuse)
+        return Explained(
+            action=action_of(plan),
+            model=model,
+            behind=[str(name) for name in said.behind],
+            calls_off=[str(name) for name in said.calls_off],
+            too_late=said.is_too_late,
+            position=said.position or None,
+            eta_s=None if said.eta_s is None else round(said.eta_s, 3),
+            wait_max_s=round(event.give_up_at - event.now, 3) if waits and event.give_up_at is not None else None,
+            **self._particulars(said, model, own),
+        )
+
+    def _particulars(self, said: Explanation, model: ModelId, own: str) -> dict[str, Any]:
+        """Fields that only this kind of plan has."""
+        match plan := said.plan:
+            case Serve(slot) | Join(slot):
+                return {"slot": slot}
+            case Swap():
+                devices, evict = self._devices(plan), self._evicted(said.evict, own)
+                return {"slot": plan.wakes, "move": plan.kind.value, "devices": devices, "evict": evict}
+            case Wait():
+                names = self._lease_names(own)
+                leases = [names[lease] for lease in said.leases if lease in names]
+                return {"why": why_waits(plan, said), "beside": list(plan.beside), "leases": leases}
+            case Refuse():
+                why: dict[str, Any] = {"why": plan.code.value, "retry_after_s": plan.retry_after_s}
+                return {**why, "beside": list(plan.beside), "detail": self._why_too_large(plan, model, own)}
+            case _:
+                assert_never(plan)
+
+    def _why_too_large(self, plan: Refuse, model: ModelId, own: str) -> str | None:
+        if plan.code is not RejectCode.TOO_LARGE:
+            return None
+        unpin = f"It would fit without pinned models: unpin {', '.join(plan.pinned)}." if plan.pinned else ""
+        return self._no_device(model) or ("" if own else unpin) or None
 
     def _lease_names(self, own: str) -> dict[LeaseId, str]:
         others = self._shell.loop.scheduler.view.ledger.others
         return lease_names(self._leasing.known(), others, own)
 
-    def _evicted(self, evict: list[Evicted], own: str) -> list[Evicted]:
+    def _evicted(self, victims: Sequence[Victim], own: str) -> list[Evicted]:
         """Leases by the names that this key may see, not by their ids."""
         names = {lease_name(lease): name for lease, name in self._lease_names(own).items()}
-        return [_recalled(one, names) if one.model.startswith(LEASE_PREFIX) else one for one in evict]
+        evict = []
+        for one in victims:
+            is_lease = one.model.startswith(LEASE_PREFIX)
+            name, why = (names.get(one.model, "a lease"), RECALLED) if is_lease else (one.model, one.why)
+            evict.append(Evicted(model=name, is_lease=is_lease, slot=one.slot, to=one.leaves_to.value, why=why))
+        return evict
 
     def _devices(self, swap: Swap) -> list[DeviceClaim]:
         gpus = self._watch.last.reading.gpus
@@ -265,63 +295,19 @@ def _candidate(option: Option, position: int, chosen: int) -> CandidateView:
     return CandidateView(model=option.model, verdict=verdict, eta_s=eta_s)
 
 
-def _told(event: RequestArrived, said: Explanation, model: ModelId) -> Explained:
-    plan, waits = said.plan, not isinstance(said.plan, Serve | Refuse)
-    evict = [Evicted(model=one.model, slot=one.slot, to=one.leaves_to.value, why=one.why) for one in said.evict]
-    told = Explained(
-        action=action_of(plan),
-        model=model,
-        behind=[str(name) for name in said.behind],
-        evict=evict,
-        calls_off=[str(name) for name in said.calls_off],
-        too_late=said.is_too_late,
-        position=said.position or None,
-        eta_s=None if said.eta_s is None else round(said.eta_s, 3),
-        wait_max_s=round(event.give_up_at - event.now, 3) if waits and event.give_up_at is not None else None,
-    )
-    return told.model_copy(update=_particulars(said))
-
-
-def _recalled(one: Evicted, names: Mapping[ModelId, str]) -> Evicted:
-    name = names.get(ModelId(one.model), "a lease")
-    return one.model_copy(update={"model": name, "is_lease": True, "why": RECALLED})
-
-
-def _unpin(pinned: tuple[ModelId, ...]) -> str:
-    return f"It would fit without pinned models: unpin {', '.join(pinned)}." if pinned else ""
+_ACTIONS: Final[Mapping[type[Plan], Action]] = {
+    Serve: "serve",
+    Join: "join",
+    Wait: "wait",
+    Swap: "swap",
+    Refuse: "refuse",
+}
 
 
 def action_of(plan: Plan) -> Action:
-    match plan:
-        case Serve():
-            return "serve"
-        case Join():
-            return "join"
-        case Wait():
-            return "wait"
-        case Swap():
-            return "swap"
-        case Refuse():
-            return "refuse"
-        case _:
-            assert_never(plan)
+    return _ACTIONS[type(plan)]
 
 
 def why_waits(wait: Wait, said: Explanation) -> str:
     """The word for what it waits for. No model has to leave where leases hold the memory."""
     return "leased" if said.leases else wait.why.value
-
-
-def _particulars(said: Explanation) -> dict[str, object]:
-    """Fields that only this kind of plan has."""
-    match plan := said.plan:
-        case Serve(slot) | Join(slot):
-            return {"slot": slot}
-        case Swap():
-            return {"slot": plan.wakes, "move": plan.kind.value}
-        case Wait():
-            return {"why": why_waits(plan, said), "beside": list(plan.beside)}
-        case Refuse():
-            return {"why": plan.code.value, "retry_after_s": plan.retry_after_s, "beside": list(plan.beside)}
-        case _:
-            assert_never(plan)

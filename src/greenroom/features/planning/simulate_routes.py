@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import Field
 
@@ -56,25 +56,23 @@ _LAUNCH: Final = (
 )
 
 
+_Value = TypeVar("_Value")
+_Values = Annotated[tuple[_Value, ...], Field(max_length=VALUES_MAX), FromList]
+
+
 class SimulationOrder(Order):
     """What to compare: every combination of these, at most 12. The first value of each is what the others are compared
     with; what is not given is as it is now."""
 
-    gpus: Annotated[tuple[Annotated[int, Field(ge=1, le=64)], ...], Field(max_length=VALUES_MAX), FromList] = ()
+    gpus: _Values[Annotated[int, Field(ge=1, le=64)]] = ()
     """How many GPUs."""
-    gpu_mib: Annotated[
-        tuple[Annotated[int, Field(ge=1, le=10_000_000)], ...], Field(max_length=VALUES_MAX), FromList
-    ] = ()
+    gpu_mib: _Values[Annotated[int, Field(ge=1, le=10_000_000)]] = ()
     """The memory of each."""
-    green_room_mib: Annotated[
-        tuple[Annotated[int, Field(ge=0, le=100_000_000)], ...], Field(max_length=VALUES_MAX), FromList
-    ] = ()
+    green_room_mib: _Values[Annotated[int, Field(ge=0, le=100_000_000)]] = ()
     """Host memory where models may sleep."""
-    concurrency: Annotated[
-        tuple[Annotated[int, Field(ge=1, le=100_000)], ...], Field(max_length=VALUES_MAX), FromList
-    ] = ()
+    concurrency: _Values[Annotated[int, Field(ge=1, le=100_000)]] = ()
     """Requests that a model answers at once."""
-    policy: Annotated[tuple[Annotated[str, Field(max_length=64)], ...], Field(max_length=VALUES_MAX), FromList] = ()
+    policy: _Values[Annotated[str, Field(max_length=64)]] = ()
     rate: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
     """Draw so many requests a second for an hour, instead of those that were recorded."""
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
+from greenroom.sim.results.effect import seconds
+
 Point = tuple[float, float]
 
 WIDTH, HEIGHT = 560, 314
@@ -161,21 +163,21 @@ class Bar:
     end: str
 
 
-def bars(title: str, names: Sequence[str], rows: Sequence[Bar], say: Callable[[float], str]) -> str:
-    """Horizontal bars of one scale, each of parts with these names, as a `<figure>`. `say` puts a part into words."""
+def bars(title: str, names: Sequence[str], rows: Sequence[Bar]) -> str:
+    """Horizontal bars of seconds on one scale, each of parts with these names, as a `<figure>`."""
     longest = max((sum(row.parts) for row in rows), default=0.0) or 1.0
     keys = (f'<li><i style="background: var(--c{number})"></i>{escape(name)}</li>' for number, name in enumerate(names))
     drawn = [f'<ul class="legend">{"".join(keys)}</ul>', '<div class="bars">']
     for row in rows:
-        drawn.append(f"<span>{escape(row.label)}</span><div>{_parts(row, names, longest, say)}{escape(row.end)}</div>")
+        drawn.append(f"<span>{escape(row.label)}</span><div>{_parts(row, names, longest)}{escape(row.end)}</div>")
     return _figure_of(title, [*drawn, "</div>"])
 
 
-def _parts(row: Bar, names: Sequence[str], longest: float, say: Callable[[float], str]) -> str:
+def _parts(row: Bar, names: Sequence[str], longest: float) -> str:
     """The rest of the line is for what is written at the end."""
     return "".join(
         f'<i style="width: {LONGEST_PERCENT * value / longest:.2f}%; background: var(--c{number})" '
-        f'title="{escape(f"{row.label}: {name} {say(value)}")}"></i>'
+        f'title="{escape(f"{row.label}: {name} {seconds(value)}")}"></i>'
         for number, (name, value) in enumerate(zip(names, row.parts, strict=True))
     )
 

@@ -81,12 +81,12 @@ def html(results: Sequence[CaseResult], assumed: Sequence[str], wait_max_s: floa
             *_bottom_line(said),
             "<h2>All cases</h2>",
             comparison(results, said.chosen),
-            *_which_are_bold(results, said.chosen),
+            *_on_chosen("Bold: the first case, and the best ones.", results, said.chosen),
             *_changes(said),
             "<h2>What requests wait for</h2>",
             delay_bars(results if len(results) <= BARS_MAX else said.chosen),
             "<h2>Waits</h2>",
-            *_which(results, said.chosen),
+            *_on_chosen("Shown from here on: the cases in bold.", results, said.chosen),
             '<div class="plots">',
             *over_time_plots(said.chosen),
             *wait_plots(said.chosen),
@@ -120,16 +120,9 @@ def _changes(said: Advice) -> list[str]:
     return ["<details><summary>Each change by itself, in words</summary><ul>", *sentences, "</ul></details>"]
 
 
-def _which_are_bold(results: Sequence[CaseResult], chosen: Sequence[CaseResult]) -> list[str]:
-    if len(chosen) == len(results):
-        return []
-    return ['<p class="note">Bold: the first case, and the best ones.</p>']
-
-
-def _which(results: Sequence[CaseResult], chosen: Sequence[CaseResult]) -> list[str]:
-    if len(chosen) == len(results):
-        return []
-    return ['<p class="note">Shown from here on: the cases in bold.</p>']
+def _on_chosen(words: str, results: Sequence[CaseResult], chosen: Sequence[CaseResult]) -> list[str]:
+    """A note, unless all cases are chosen."""
+    return [] if len(chosen) == len(results) else [f'<p class="note">{words}</p>']
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -210,10 +203,8 @@ def comparison(results: Sequence[CaseResult], chosen: Sequence[CaseResult]) -> s
 
 def _row(result: CaseResult, shown: Sequence[Column], is_marked: bool) -> str:
     cells = (f"<td{_name(number)}>{escape(column.cell(result))}</td>" for number, column in enumerate(shown))
-    return f"<tr{MARKED if is_marked else ''}>{''.join(cells)}</tr>"
-
-
-MARKED = ' class="chosen"'
+    mark = ' class="chosen"' if is_marked else ""
+    return f"<tr{mark}>{''.join(cells)}</tr>"
 
 
 def _name(number: int) -> str:
@@ -251,18 +242,8 @@ def _models(stats: Stats) -> str:
         p50, p95 = ("-", "-") if waits is None else (f"{waits.p50_s:,.1f}", f"{waits.p95_s:,.1f}")
         means = (_mean_of(delays, name) for name in ("not_there_s", "full_s", "slow_s"))
         rows.append((model, f"{delays.served:,}", f"{delays.lost:,}", p50, p95, *means, cause.value if cause else "-"))
-    titles = (
-        "model",
-        "served",
-        "lost",
-        "p50 wait, s",
-        "p95 wait, s",
-        "not there, s",
-        "full, s",
-        "slow, s",
-        "bottleneck",
-    )
-    return _table(titles, rows)
+    waits_and_means = ("p50 wait, s", "p95 wait, s", "not there, s", "full, s", "slow, s")
+    return _table(("model", "served", "lost", *waits_and_means, "bottleneck"), rows)
 
 
 def _group(name: str, groups: Mapping[str, tuple[Waits, int]]) -> str:
@@ -291,7 +272,7 @@ def delay_bars(results: Sequence[CaseResult]) -> str:
         parts = [delays.mean_s(value) for value in (delays.not_there_s, delays.full_s, delays.slow_s)]
         lost = f", {result.stats.lost_share:.0%} lost" if result.stats.lost else ""
         rows.append(Bar(labels[result.case], parts, seconds(sum(parts)) + lost))
-    return bars("Mean delay of a served request, by cause", ("not there", "full", "slow"), rows, seconds)
+    return bars("Mean delay of a served request, by cause", ("not there", "full", "slow"), rows)
 
 
 def over_time_plots(results: Sequence[CaseResult]) -> list[str]:

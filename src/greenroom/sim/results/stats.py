@@ -7,12 +7,12 @@ another model had to leave.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from math import ceil, inf
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from greenroom.core.model import DeviceKind, ModelId, MoveKind, TenantId
 from greenroom.sim.records import EndedCall, Fate
@@ -25,8 +25,6 @@ CLASS_NAMES = {0: "high", 1: "normal", 2: "low"}
 MOMENTS = 60
 # Points of a curve that are kept.
 CURVE_MAX = 400
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 def class_name(priority: int) -> str:
@@ -180,10 +178,10 @@ def stats_of(world: World) -> Stats:
         gone=tally.fates[Fate.GONE],
         rejected=dict(sorted(tally.rejected.items())),
         waits=waits_of(chain.from_iterable(tally.waits.values())),
-        by_class={class_name(priority): waits for priority, waits in tally.waits_by(lambda kind: kind.priority)},
+        by_class={class_name(priority): waits for priority, waits in tally.waits_by("priority")},
         # There may be many tenants and models, and no plot shows the curves of each.
-        by_tenant={key: replace(waits, curve=()) for key, waits in tally.waits_by(lambda kind: str(kind.tenant))},
-        by_model={key: replace(waits, curve=()) for key, waits in tally.waits_by(lambda kind: str(kind.model))},
+        by_tenant={key: replace(waits, curve=()) for key, waits in tally.waits_by("tenant")},
+        by_model={key: replace(waits, curve=()) for key, waits in tally.waits_by("model")},
         lost_by_class={class_name(priority): tally.lost_by_class[priority] for priority in sorted(tally.lost_by_class)},
         lost_by_tenant=dict(sorted(tally.lost_by_tenant.items())),
         delays=dict(sorted(world.truth.meters.delays.items())),
@@ -221,10 +219,10 @@ class _Tally:
         self.ends_s = 0.0
         # When the last arrived.
         self.arrives_s = 0.0
-        self.waits: dict[_Kind, array[float]] = {}
+        self.waits: defaultdict[_Kind, array[float]] = defaultdict(lambda: array("d"))
         self.lost_by_class: Counter[int] = Counter()
         self.lost_by_tenant: Counter[str] = Counter()
-        self.shares: dict[str, _Share] = {}
+        self.shares: defaultdict[str, _Share] = defaultdict(_Share)
 
     def add(self, call: EndedCall) -> None:
         self.fates[call.fate] += 1
@@ -240,8 +238,8 @@ class _Tally:
     def _add_served(self, call: EndedCall) -> None:
         self.broken += call.was_broken
         self.tokens += call.output_len
-        self._waits_of(_Kind(call.model, call.priority, call.tenant)).append(call.wait_s)
-        share = self._share(call.tenant)
+        self.waits[_Kind(call.model, call.priority, call.tenant)].append(call.wait_s)
+        share = self.shares[call.tenant]
         share.served_s += call.ended_at - call.granted_at
         share.spent_s += call.ended_at - call.arrived
 
@@ -250,36 +248,23 @@ class _Tally:
         self.lost_by_tenant[str(call.tenant)] += 1
         # A request that is refused at once takes no time.
         if call.ended_at > call.arrived:
-            self._share(call.tenant).spent_s += call.ended_at - call.arrived
+            self.shares[call.tenant].spent_s += call.ended_at - call.arrived
 
-    def _share(self, tenant: TenantId) -> _Share:
-        share = self.shares.get(tenant)
-        if share is None:
-            share = self.shares[tenant] = _Share()
-        return share
-
-    def _waits_of(self, kind: _Kind) -> array[float]:
-        found = self.waits.get(kind)
-        if found is None:
-            found = self.waits[kind] = array("d")
-        return found
-
-    def waits_by(self, key_of: Callable[[_Kind], Key]) -> Iterator[tuple[Key, Waits]]:
-        groups: dict[Key, list[array[float]]] = {}
+    def waits_by(self, field: str) -> Iterator[tuple[Any, Waits]]:
+        """By one field of `_Kind`."""
+        groups: defaultdict[Any, list[array[float]]] = defaultdict(list)
         for kind, waits in self.waits.items():
-            groups.setdefault(key_of(kind), []).append(waits)
+            groups[getattr(kind, field)].append(waits)
         for key in sorted(groups, key=str):
             yield key, waits_of(chain.from_iterable(groups[key]))
 
 
+@dataclass(slots=True)
 class _Share:
     """How long a tenant's requests were served, of how long they were in the system."""
 
-    __slots__ = ("served_s", "spent_s")
-
-    def __init__(self) -> None:
-        self.served_s = 0.0
-        self.spent_s = 0.0
+    served_s: float = 0.0
+    spent_s: float = 0.0
 
     @property
     def swiftness(self) -> float:

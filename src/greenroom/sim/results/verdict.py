@@ -88,14 +88,6 @@ def advice(results: Sequence[CaseResult], wait_max_s: float | None = None) -> Ad
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CaseField:
-    """A field of `Case`, and how a change of it is called."""
-
-    name: str
-    words: Callable[[Any, Any], str]
-
-
 def _more_gpus(old: int, new: int) -> str:
     return f"{NEXT_GPU[new]} GPU" if new == old + 1 and new in NEXT_GPU else f"{counted(new, 'GPU')} instead of {old}"
 
@@ -108,27 +100,28 @@ def _room(mib: int) -> str:
     return f"a green room of {mib:,} MiB" if mib else "no green room"
 
 
-OPTIONS = (
-    CaseField("gpus", _more_gpus),
-    CaseField("gpu_mib", lambda old, new: f"GPUs of {new:,} MiB instead of {old:,}"),
-    CaseField("green_room_mib", _green_room),
-    CaseField("concurrency", lambda old, new: f"a concurrency of {new} instead of {old}"),
-    CaseField("policy", lambda old, new: f"the policy {new} instead of {old}"),
-)
+# Fields of `Case`, and how a change of each is called.
+OPTIONS: Mapping[str, Callable[[Any, Any], str]] = {
+    "gpus": _more_gpus,
+    "gpu_mib": lambda old, new: f"GPUs of {new:,} MiB instead of {old:,}",
+    "green_room_mib": _green_room,
+    "concurrency": lambda old, new: f"a concurrency of {new} instead of {old}",
+    "policy": lambda old, new: f"the policy {new} instead of {old}",
+}
 
 
-def _values(option: CaseField, known: Mapping[Case, CaseResult]) -> list[Any]:
+def _values(option: str, known: Mapping[Case, CaseResult]) -> list[Any]:
     """In the order in which they were given."""
-    return list(dict.fromkeys(getattr(case, option.name) for case in known))
+    return list(dict.fromkeys(getattr(case, option) for case in known))
 
 
-def _change(option: CaseField, first: CaseResult, old: Any, new: Any, known: Mapping[Case, CaseResult]) -> Change:
+def _change(option: str, first: CaseResult, old: Any, new: Any, known: Mapping[Case, CaseResult]) -> Change:
     """From one value of this option to another; the rest is as in the first case."""
-    before, after = (known[replace(first.case, **{option.name: value})] for value in (old, new))
-    return Change(option.words(old, new), before, after)
+    before, after = (known[replace(first.case, **{option: value})] for value in (old, new))
+    return Change(OPTIONS[option](old, new), before, after)
 
 
-def _steps(option: CaseField, first: CaseResult, known: Mapping[Case, CaseResult]) -> list[Change]:
+def _steps(option: str, first: CaseResult, known: Mapping[Case, CaseResult]) -> list[Change]:
     return [_change(option, first, old, new, known) for old, new in pairwise(_values(option, known))]
 
 
@@ -160,9 +153,9 @@ def _best_buy(
     return lines
 
 
-def _worthwhile(option: CaseField, first: CaseResult, known: Mapping[Case, CaseResult]) -> list[Change]:
+def _worthwhile(option: str, first: CaseResult, known: Mapping[Case, CaseResult]) -> list[Change]:
     """The smallest change of this option that is good enough, or that no further one improves on; if it helps."""
-    start = getattr(first.case, option.name)
+    start = getattr(first.case, option)
     changes = [_change(option, first, start, value, known) for value in _values(option, known)[1:]]
     found: Change | None = None
     for change in changes:

@@ -8,7 +8,7 @@ others. What an answer would have taken alone follows from the curve. The median
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from statistics import median
@@ -68,7 +68,7 @@ class RecordedSpeed:
 
 def speeds(
     answers: Mapping[str, Sequence[AnswerTimes]],
-    curve_of: Callable[[str], SpeedCurve | None],
+    usual_curves: Mapping[str, SpeedCurve | None],
     prefill_tokens_per_s: float,
     gpus: int,
 ) -> dict[str, RecordedSpeed]:
@@ -78,7 +78,7 @@ def speeds(
     for model, rows in answers.items():
         long = [row for row in rows if row.output_len >= TOKENS_MIN]
         if len(long) >= ROWS_MIN:
-            usual = curve_of(model)
+            usual = usual_curves[model]
             seen = [_seen(row, model, company, prefill_tokens_per_s, max(1, gpus)) for row in long]
             curve = None if usual is None else curve_from(seen, usual)
             alone = [_rate(row, one, curve, prefill_tokens_per_s) for row, one in zip(long, seen, strict=True)]
