@@ -14,6 +14,8 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,13 +142,16 @@ class GatewayProcess:
     Without a configuration the environment says everything.
     """
 
-    def __init__(self, folder: Path, config: Path | None, inside: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, config: Path | None, inside: Sequence[str] = (), words: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
         self.log = folder / "gateway.log"
         command = [*inside, sys.executable, "-m", "greenroom", "serve"]
         command += (
             ["--port", "0", "--state-dir", str(folder / "state")] if config is None else ["--config", str(config)]
         )
+        command += words
         with self.log.open("ab") as log:
             self._offset = log.tell()
             self.process = subprocess.Popen(
@@ -185,6 +190,16 @@ class GatewayProcess:
         match = re.search(r":(\d+)$", self.url)
         assert match is not None
         return int(match[1])
+
+    def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any, Any]:
+        """Status, headers and JSON of its answer."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+                return answer.status, answer.headers, json.loads(answer.read() or b"null")
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers, json.loads(error.read())
 
     def kill(self) -> None:
         """kill -9, as no gateway can prepare for."""

@@ -20,9 +20,10 @@ import yaml
 
 from tests.docs.pages import ROOT, blocks, section
 from tests.harness import FAKE_SERVER, gateway, served, tiny, url
-from tests.integration.orders import view
+from tests.integration.conftest import hub
+from tests.integration.facts import view
 from tests.integration.raw import chat
-from tests.integration.versions.test_version_fetch import hub, options
+from tests.integration.versions.test_version_fetch import options
 from tests.models import tiny as tiny_file
 from tests.ports import free_port
 from tests.standins.standin_hub import StandinHub

@@ -81,18 +81,14 @@ def test_our_own_values_cannot_break_the_head(value: bytes) -> None:
         build(request_id=value)
     with pytest.raises(GatewayBug):
         build(host=value)
+    with pytest.raises(GatewayBug):
+        build(ours=[(b"x-tenant-id", value)])
 
 
 def test_what_we_say_takes_the_place_of_what_the_client_said_under_the_same_name() -> None:
     sent = build(allowed={b"x-special", b"accept"}, ours=[(b"x-special", b"ours"), (b"x-more", b"1")])
     assert sent.count(b"x-special") == 1
     assert b"\r\nx-special: ours\r\nx-more: 1\r\n" in sent and b"accept: text/event-stream" in sent
-
-
-@pytest.mark.parametrize("value", [b"r\r\nX: y", b"r\n", b"r\0"])
-def test_what_we_say_cannot_break_the_head(value: bytes) -> None:
-    with pytest.raises(GatewayBug):
-        build(ours=[(b"x-tenant-id", value)])
 
 
 def test_default_headers_are_added_only_where_none_was_set() -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from greenroom.errors import EngineLost
+from greenroom.errors import EngineLost, RemoteFailed
 from greenroom.http.body import Body, BodyBudget
 from greenroom.http.engine_connection import Connection
 from greenroom.http.headers import Headers
 from greenroom.http.limits import EdgeLimits
+from greenroom.http.remote import RemoteEndpoint, RemoteLimits, RemotePool
 from greenroom.http.upstream import EngineAddress, Pool
 from tests.waiting import PATIENCE_S, until, until_still
 
@@ -500,3 +501,38 @@ async def test_answer_before_the_body_was_taken_ends_the_connection(engines: Eng
 def test_addresses_are_spelt_as_usual() -> None:
     assert str(EngineAddress("127.0.0.1", 80)) == "127.0.0.1:80"
     assert str(EngineAddress("::1", 80)) == "[::1]:80"
+
+
+# --- a provider: what was delivered is paid for, and is not sent a second time ----------------------------------------
+
+
+class StillLoop(OddLoop):
+    """The running loop, with a clock that stands still until it is set."""
+
+    def time(self) -> float:
+        return self.ahead_s
+
+
+@pytest.mark.parametrize("worked_s", [0.0, 1.0])
+async def test_a_reused_connection_is_replaced_only_if_it_ended_at_once(engines: Engines, worked_s: float) -> None:
+    async def script(call: Call) -> None:
+        if sum(1 for other in engine.calls if other.connection == call.connection) == 2:
+            loop.ahead_s += worked_s
+            call.writer.transport.abort()
+            return
+        await call.say(OK)
+
+    engine, loop = await engines(script), StillLoop()
+    loop.let.set()
+    endpoint = RemoteEndpoint("127.0.0.1", engine.port, b"", None, None)
+    pool = RemotePool(endpoint, RemoteLimits(retries_max=0), name="The model", loop=loop)  # type: ignore[arg-type]
+    try:
+        assert (await ask(pool)).data == b"ok"
+        notes = await ask(pool)
+        if worked_s:
+            assert (notes.told, notes.before_first_byte) == (["lost"], False) and isinstance(notes.error, RemoteFailed)
+            assert (len(engine.calls), engine.connections, pool.retries) == (2, 1, 0)
+        else:
+            assert notes.told[-1] == "complete" and (len(engine.calls), engine.connections, pool.retries) == (3, 2, 1)
+    finally:
+        pool.close()

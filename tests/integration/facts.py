@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from greenroom.app import App
 from greenroom.core.model import ModelId
+from tests.integration.raw import Answer, http
 from tests.waiting import until
+
+# How loads, jobs, downloads and updates end.
+OVER = ("completed", "done", "failed", "cancelled")
 
 
 def counters(app: App) -> dict[str, int]:
@@ -29,6 +36,28 @@ def counters(app: App) -> dict[str, int]:
 
 async def at_rest(app: App, within_s: float = 60.0) -> None:
     await until(lambda: not any(counters(app).values()), f"counters at zero: {counters(app)}", within_s)
+
+
+async def over(app: App, path: str, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What is shown at this path of a load, job, download or update, once it has ended."""
+    seen: dict[str, Any] = {}
+
+    async def has_ended() -> bool:
+        answer = await http(app, "GET", path, headers=headers)
+        assert answer.status == 200, answer.body
+        seen.update(answer.json())
+        return seen["status"] in OVER
+
+    await until(has_ended, lambda: f"{path} has ended: {seen}")
+    return seen
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the configuration file of a gateway."""
+    path = folder / "greenroom.yaml"
+    said = yaml.safe_load(path.read_text())
+    change(said)
+    path.write_text(yaml.safe_dump(said))
 
 
 def pids(app: App, model: str) -> list[int]:
@@ -70,3 +99,24 @@ class Journal:
 
     def count(self, *events: str, **facts: Any) -> int:
         return len(self.lines(*events, **facts))
+
+
+# --- what its operator sees and orders --------------------------------------------------------------------------------
+
+
+async def view(app: App, model: str) -> dict[str, Any]:
+    answer = await http(app, "GET", f"/api/v1/models/{model}")
+    assert answer.status == 200, answer.body
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def pid_of(app: App, model: str) -> int:
+    pid = (await view(app, model))["pid"]
+    assert isinstance(pid, int), f"{model} has no process"
+    return pid
+
+
+async def order(app: App, move: str, model: str, **more: Any) -> Answer:
+    """load, unload, sleep or prepare a model."""
+    return await http(app, "POST", f"/api/v1/models/{model}/{move}", more)

@@ -50,7 +50,7 @@ async def rest_of(raw: Raw) -> Answer:
     body = b""
     while chunk := await raw.chunk():
         body += chunk
-    return Answer(200, {}, body, whole=chunk is not None)
+    return Answer(200, {"content-type": "text/event-stream"}, body, whole=chunk is not None)
 
 
 def assert_ended_by(rest: Answer, code: str, status: int) -> None:

@@ -37,9 +37,13 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """What the model said."""
-        said: str = self.json()["choices"][0]["message"]["content"]
-        return said
+        """What the model said, also in a stream, which must be whole then."""
+        if "event-stream" not in self.headers.get("content-type", ""):
+            said: str = self.json()["choices"][0]["message"]["content"]
+            return said
+        assert self.whole and self.data[-1] == "[DONE]"
+        choices = [choice for event in self.data[:-1] for choice in event["choices"]]
+        return "".join(choice["delta"].get("content") or "" for choice in choices)
 
     @property
     def events(self) -> list[str]:

@@ -190,9 +190,7 @@ def test_fields_are_dropped_and_put() -> None:
     body = b'{"model":"m","seed":1,"temperature":0.5}'
     sent = rejoined(body, frozenset(("seed", "absent")), model=b'"real"', temperature=b"0", new=b"[ ]")
     assert sent == b'{"model":"real","temperature":0,"new":[ ]}'
-
-
-def test_what_is_put_wins_over_what_is_dropped() -> None:
+    # What is put wins over what is dropped.
     assert rejoined(b'{"model":"m","a":1}', frozenset(("a",)), a=b"2") == b'{"model":"m","a":2}'
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from greenroom.app import App
 from tests.contract.engines.kinds import Kind
-from tests.integration import orders
+from tests.integration import facts
 from tests.integration.raw import CHAT, Answer, Raw, asking, chat, http
 from tests.waiting import PATIENCE_S
 
@@ -32,10 +32,10 @@ class EngineGateway:
     folder: Path
 
     async def view(self, model: str) -> dict[str, Any]:
-        return await orders.view(self.app, model)
+        return await facts.view(self.app, model)
 
     async def order(self, move: str, model: str, **order: Any) -> Answer:
-        return await orders.order(self.app, move, model, **order)
+        return await facts.order(self.app, move, model, **order)
 
     async def done(self, move: str, model: str, **order: Any) -> dict[str, Any]:
         """The move was carried out; what was answered."""
@@ -50,7 +50,7 @@ class EngineGateway:
     async def ready(self, model: str) -> int:
         """The model is ready; the id of the process it runs in."""
         await self.done("load", model)
-        return await orders.pid_of(self.app, model)
+        return await facts.pid_of(self.app, model)
 
     async def says(self, model: str) -> str:
         """What it says, which must have its name."""

@@ -17,7 +17,7 @@ from openai import AsyncOpenAI
 
 from greenroom.app import App
 from tests.harness import gateway, url
-from tests.integration import orders
+from tests.integration import facts
 from tests.integration.facts import at_rest
 from tests.integration.faults import is_alive
 from tests.integration.jobs.test_jobs import ended, job, submit
@@ -48,7 +48,7 @@ class Studio(Installation):
 
     async def pids(self) -> tuple[int, int]:
         """Of the worker, and of its ComfyUI."""
-        worker = await orders.pid_of(self.app, "m")
+        worker = await facts.pid_of(self.app, "m")
         return worker, int(self.lines("start")[-1]["pid"])
 
 
@@ -71,7 +71,7 @@ async def studio(tmp_path: Path) -> AsyncIterator[Studio]:
 
 async def test_start_is_answered_when_comfyui_answers(tmp_path: Path) -> None:
     async with opened(tmp_path, "--load-s", "0.5") as studio:
-        answer = await orders.order(studio.app, "load", "m")
+        answer = await facts.order(studio.app, "load", "m")
         assert answer.status == 200, answer.body
         worker, comfy = await studio.pids()
         assert is_alive(worker) and is_alive(comfy)
@@ -285,11 +285,11 @@ async def test_asleep_it_has_freed_its_memory_and_a_request_wakes_it(studio: Stu
     await studio.made()
     pids = await studio.pids()
     for _ in range(3):
-        slept = await orders.order(studio.app, "sleep", "m")
+        slept = await facts.order(studio.app, "sleep", "m")
         assert slept.status == 200 and slept.json()["tier"] == "asleep", slept.body
         freed = len(studio.lines("free"))
         assert len(await studio.made()) == 1
-        assert (await orders.view(studio.app, "m"))["tier"] == "ready"
+        assert (await facts.view(studio.app, "m"))["tier"] == "ready"
     assert freed == 3
     assert await studio.pids() == pids
 
@@ -298,9 +298,9 @@ async def test_one_that_does_not_tell_its_memory_is_unloaded_instead(tmp_path: P
     async with opened(tmp_path, "--garbage-at", "/system_stats") as studio:
         await studio.made()
         worker, comfy = await studio.pids()
-        await orders.order(studio.app, "sleep", "m")
+        await facts.order(studio.app, "sleep", "m")
         await until(lambda: not is_alive(worker) and not is_alive(comfy))
-        assert (await orders.view(studio.app, "m"))["tier"] == "cold"
+        assert (await facts.view(studio.app, "m"))["tier"] == "cold"
         assert len(await studio.made()) == 1
 
 
@@ -403,5 +403,5 @@ async def test_a_checkpoint_that_is_missing_can_be_fetched_to_where_the_workflow
             await until(is_there)
             assert sorted(os.listdir(studio.checkpoints)) == ["tiny.safetensors"]
             # An order to load it does not wait until failed loads are tried again.
-            assert (await orders.order(studio.app, "load", "m")).status == 200
+            assert (await facts.order(studio.app, "load", "m")).status == 200
             assert (await studio.ask()).status == 200

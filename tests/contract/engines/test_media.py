@@ -16,7 +16,7 @@ from greenroom.app import App
 from tests.contract.engines.engine_gateway import until_quiet
 from tests.contract.engines.media import MEDIA, MediaKind
 from tests.harness import gateway
-from tests.integration import orders
+from tests.integration import facts
 from tests.integration.facts import at_rest
 from tests.integration.faults import is_alive
 from tests.integration.raw import Answer, Raw, http
@@ -44,11 +44,11 @@ class MediaGateway:
         return self.kind.answers(answer.body)
 
     async def ready(self) -> int:
-        assert (await orders.order(self.app, "load", MODEL)).status == 200
-        return await orders.pid_of(self.app, MODEL)
+        assert (await facts.order(self.app, "load", MODEL)).status == 200
+        return await facts.pid_of(self.app, MODEL)
 
     async def tier(self) -> str:
-        return str((await orders.view(self.app, MODEL))["tier"])
+        return str((await facts.view(self.app, MODEL))["tier"])
 
 
 @pytest_asyncio.fixture(loop_scope="session", scope="session", params=sorted(MEDIA))
@@ -59,7 +59,7 @@ async def gate(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 async def test_a_request_starts_what_is_cold_and_each_answer_is_the_same(gate: MediaGateway) -> None:
-    await orders.order(gate.app, "unload", MODEL, grace_s=0)
+    await facts.order(gate.app, "unload", MODEL, grace_s=0)
     first = await gate.made()
     assert await gate.tier() == "ready"
     assert await gate.made() == first
@@ -75,7 +75,7 @@ async def test_bad_requests_are_refused_by_name(gate: MediaGateway) -> None:
 
 
 async def test_a_route_that_it_has_no_ability_for_is_refused_before_it_is_loaded(gate: MediaGateway) -> None:
-    await orders.order(gate.app, "unload", MODEL, grace_s=0)
+    await facts.order(gate.app, "unload", MODEL, grace_s=0)
     answer = await http(gate.app, "POST", "/v1/embeddings", {"model": MODEL, "input": "a"})
     assert (answer.status, answer.error["code"]) == (400, "unsupported")
     assert await gate.tier() == "cold"
@@ -89,7 +89,7 @@ async def test_a_client_that_leaves_is_worked_for_no_longer(gate: MediaGateway) 
         raw.leave("RST")
         await at_rest(gate.app)
         assert await until_quiet(pid) < A_WHOLE_ANSWER_TICKS / 4
-    assert (await orders.view(gate.app, MODEL))["in_flight"] == 0
+    assert (await facts.view(gate.app, MODEL))["in_flight"] == 0
 
 
 async def test_a_stream_brings_its_pieces_as_they_are_made(gate: MediaGateway) -> None:
@@ -107,7 +107,7 @@ async def test_an_answer_without_end_is_cut_when_its_model_is_unloaded_at_once(g
     async with await Raw.open(gate.app) as raw:
         raw.send(gate.kind.request(MODEL, long=True))
         await until(lambda: _is_asked(gate.app), "the request")
-        await orders.order(gate.app, "unload", MODEL, grace_s=0)
+        await facts.order(gate.app, "unload", MODEL, grace_s=0)
         answer = await raw.answer()
     assert answer.status == 503 or b"unloaded" in answer.body, answer
     assert await gate.tier() == "cold"
@@ -115,12 +115,12 @@ async def test_an_answer_without_end_is_cut_when_its_model_is_unloaded_at_once(g
 
 
 async def _is_asked(app: App) -> bool:
-    return bool((await orders.view(app, MODEL))["in_flight"])
+    return bool((await facts.view(app, MODEL))["in_flight"])
 
 
 async def test_it_sleeps_and_wakes_with_the_same_answer_or_says_that_it_cannot(gate: MediaGateway) -> None:
     first = await gate.made()
-    answer = await orders.order(gate.app, "sleep", MODEL)
+    answer = await facts.order(gate.app, "sleep", MODEL)
     if not gate.kind.can_sleep:
         assert (answer.status, answer.error["code"]) == (422, "unsupported")
         return
@@ -140,6 +140,6 @@ async def test_a_process_that_is_killed_is_replaced(gate: MediaGateway, number: 
 
 async def test_unload_ends_it(gate: MediaGateway) -> None:
     await gate.ready()
-    assert (await orders.order(gate.app, "unload", MODEL, grace_s=0)).status == 200
+    assert (await facts.order(gate.app, "unload", MODEL, grace_s=0)).status == 200
     assert await gate.tier() == "cold"
-    assert (await orders.view(gate.app, MODEL))["memory"] == {}
+    assert (await facts.view(gate.app, MODEL))["memory"] == {}

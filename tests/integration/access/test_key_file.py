@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from greenroom.app import App
 from greenroom.cli.main import main
 from greenroom.errors import ConfigError
 from tests.harness import fake, gateway
+from tests.integration.facts import edit
 from tests.integration.raw import CHAT, Answer, Raw, asking, http, request_bytes
 from tests.waiting import until
 
@@ -100,32 +100,6 @@ async def test_a_revoked_key_ends_at_the_next_request_and_a_stream_goes_on(tmp_p
         assert (await say(app, other)).status == 200
 
 
-async def test_a_job_whose_key_is_revoked_does_not_run(tmp_path: Path, keys: KeyFile) -> None:
-    key = keys.new("team")
-    models = {"m": fake("m", concurrency=1)}
-    async with gateway(tmp_path, models, server=server(keys, BOSS)) as app:
-        async with await Raw.open(app) as raw:
-            raw.ask(asking("m", stream=True, tokens=100_000, token_s=0.01), headers=bearer("boss-key"))
-            assert (await raw.head())[0] == 200 and await raw.chunk()
-            job = {"route": CHAT, "body": asking("m")}
-            taken = await http(app, "POST", "/v1/jobs", job, headers=bearer(key))
-            second = await http(app, "POST", "/v1/jobs", job, headers=bearer("boss-key"))
-            assert (taken.status, second.status) == (202, 202)
-            keys.revoke("team")
-            await until_status(app, key, 401)
-
-        async def row(answer: Answer) -> dict[str, Any]:
-            path = f"/v1/jobs/{answer.json()['id']}"
-            found: dict[str, Any] = (await http(app, "GET", path, headers=bearer("boss-key"))).json()
-            return found
-
-        async def are_over() -> bool:
-            return all([(await row(one))["status"] in ("done", "failed") for one in (taken, second)])
-
-        await until(are_over, "the jobs are over", every_s=0.05)
-        assert ((await row(second))["status"], (await row(taken))["status"]) == ("done", "failed")
-
-
 async def test_limits_of_keys_count_as_soon_as_they_are_read(tmp_path: Path, keys: KeyFile) -> None:
     free = keys.new("free")
     async with gateway(tmp_path, {"m": fake("m")}, server=server(keys, BOSS)) as app:
@@ -186,10 +160,7 @@ async def test_a_reload_takes_another_file_if_it_is_right(
     key, other = keys.new("team"), KeyFile(tmp_path, capsys)
     other.path = tmp_path / "other.json"
     async with gateway(tmp_path, {"m": fake("m")}, server=server(keys)) as app:
-        path = tmp_path / "greenroom.yaml"
-        said = yaml.safe_load(path.read_text())
-        said["server"]["key_file"] = str(other.path)
-        path.write_text(yaml.safe_dump(said))
+        edit(tmp_path, lambda said: said["server"].update(key_file=str(other.path)))
         with pytest.raises(ConfigError, match=r"server.key_file: .* is missing"):
             await app.reload()
         assert (await say(app, key)).status == 200

@@ -214,6 +214,10 @@ async def test_two_keys_in_one_request_are_refused(app: App, name: str) -> None:
 @pytest.mark.parametrize(
     "sent",
     [
+        {},
+        {"Authorization": "Bearer "},
+        {"Authorization": "Bearer all-ke"},
+        {"Authorization": "Bearer all-key0"},
         {"Authorization": "Basic all-key"},
         {"Authorization": "all-key"},
         {"Authorization": "Bearer all-key, Bearer boss-key"},
@@ -225,7 +229,9 @@ async def test_two_keys_in_one_request_are_refused(app: App, name: str) -> None:
     ],
 )
 async def test_a_key_is_taken_from_nowhere_else(app: App, sent: dict[str, str]) -> None:
-    assert (await http(app, "GET", "/v1/models", headers=sent)).status == 401
+    answer = await http(app, "GET", "/v1/models", headers=sent)
+    assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+    assert answer.headers["www-authenticate"] == "Bearer"
 
 
 @pytest.mark.parametrize("name", ["key", "api_key", "api-key", "token", "access_token", "authorization", "x-api-key"])

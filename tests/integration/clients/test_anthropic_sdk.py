@@ -10,37 +10,18 @@ import pytest
 import pytest_asyncio
 
 from greenroom.app import App
-from tests.harness import fake, gateway, tiny, url
+from tests.harness import url
+from tests.integration.clients.conftest import HELLO, LISTED, PNG, SCHEMA
 from tests.integration.facts import Journal, counters
 from tests.integration.raw import http
 from tests.later import Later
-from tests.models import tiny as tiny_model
-from tests.models import tiny_embedding, tiny_projector
 from tests.waiting import PATIENCE_S
 
 anthropic = Later("anthropic")
 
-HELLO: Any = [{"role": "user", "content": "hi"}]
-WEATHER: Any = {
-    "name": "weather",
-    "description": "The weather of a town.",
-    "input_schema": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
-}
-PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+WEATHER: Any = {"name": "weather", "description": "The weather of a town.", "input_schema": SCHEMA}
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def app(tmp_path_factory: pytest.TempPathFactory, journal: Journal) -> AsyncIterator[App]:
-    models = {
-        "alpha": tiny(tiny_model("alpha"), aliases=["claude-sonnet-5"]),
-        "sees": tiny(tiny_model("sees"), mmproj=str(tiny_projector()), ctx_size=2048),
-        "bag": tiny(tiny_embedding(), embedding=True),
-        "told": fake("told", *journal.switches, "--record"),
-    }
-    async with gateway(tmp_path_factory.mktemp("anthropic"), models, budget_mib=1000) as app:
-        yield app
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -110,7 +91,7 @@ async def test_the_tokens_of_a_stream_are_in_the_record(app: App, client: anthro
 
 async def test_models(client: anthropic.AsyncAnthropic) -> None:
     listed = [model async for model in client.models.list()]
-    assert {model.id for model in listed} == {"alpha", "sees", "bag", "told"}
+    assert {model.id for model in listed} == LISTED
     one = await client.models.retrieve("claude-sonnet-5")
     assert (one.id, one.type, one.display_name) == ("alpha", "model", "alpha") and one.created_at.year > 2000
 

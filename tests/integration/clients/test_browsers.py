@@ -19,14 +19,14 @@ from greenroom.app import App
 from tests.harness import fake, gateway
 from tests.integration.facts import Journal, at_rest, counters, is_ready
 from tests.integration.raw import CHAT, Raw, asking, chat, request_bytes
+from tests.samples.sounds import FORM
+from tests.samples.sounds import form as multipart
 
 ME = "127.0.0.1:8210"
 EVIL, FRIEND, NEIGHBOUR = "https://evil.example", "https://chat.example", "http://localhost:3000"
 UPSTREAM = "/upstream/other/echo/x"
 LOAD, UNLOAD = "/api/v1/models/other/load", "/api/v1/models/resident/unload"
 BODY = json.dumps(asking("other")).encode()
-FORM = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nother\r\n--b--\r\n'
-MULTIPART = "multipart/form-data; boundary=b"
 UPGRADE = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "eA=="}
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -130,7 +130,7 @@ def with_origin(origin: str) -> list[Sent]:
     sent = [
         Sent("form urlencoded", "POST", CHAT, {**form, **urlencoded}, b"model=other"),
         Sent("form text", "POST", CHAT, {**form, "Content-Type": "text/plain"}, BODY),
-        Sent("form multipart", "POST", "/v1/audio/transcriptions", {**form, "Content-Type": MULTIPART}, FORM),
+        Sent("form multipart", "POST", "/v1/audio/transcriptions", form | FORM, multipart([("model", "other")])),
         Sent("form that loads", "POST", LOAD, {**form, "Content-Type": "text/plain"}, b"{}"),
         Sent("form that unloads", "POST", UNLOAD, {**form, "Content-Type": "text/plain"}, b"{}"),
         Sent("form that reloads", "POST", "/api/v1/reload", {**form, **urlencoded}, b""),

@@ -99,24 +99,6 @@ async def test_open_webui_chats_by_ollamas_api(app: App, journal: Journal) -> No
     assert "openwebui" not in json.dumps(line["headers"]).lower()
 
 
-async def test_open_webui_chats_by_openais_api_and_asks_for_a_title(app: App, journal: Journal) -> None:
-    said = {"model": "chat", "messages": [{"role": "user", "content": "hi"}], "stream": True}
-    stream = await http(
-        app, "POST", "/v1/chat/completions", {**said, "stream_options": {"include_usage": True}}, headers=KEY
-    )
-    assert stream.data[-1] == "[DONE]" and stream.data[-2]["usage"]["completion_tokens"] > 0
-    title = {**said, "stream": False, "max_completion_tokens": 50}
-    answer = await http(app, "POST", "/v1/chat/completions", title, headers=KEY)
-    assert answer.json()["choices"][0]["message"]["content"] and sent(journal, answer)["max_completion_tokens"] == 50
-
-
-async def test_open_webui_embeds_documents(app: App) -> None:
-    for path, said in (("/api/embed", {"input": ["a", "b"], "truncate": True}), ("/v1/embeddings", {"input": ["a"]})):
-        answer = await http(app, "POST", path, {"model": "words", **said}, headers=KEY)
-        assert answer.status == 200, answer.body
-        assert len(answer.json().get("embeddings") or answer.json()["data"]) == len(said["input"])
-
-
 # --- Claude Code -----------------------------------------------------------------------------------------------------
 
 TOOLS = [

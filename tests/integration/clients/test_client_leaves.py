@@ -21,6 +21,7 @@ from greenroom.http.limits import EdgeLimits
 from tests.harness import fake, gateway
 from tests.integration.facts import Journal, at_rest, counters, is_loading, is_ready, pids
 from tests.integration.raw import CHAT, Raw, asking, chat, request_bytes
+from tests.samples.sounds import FORM, form
 from tests.waiting import PATIENCE_S, until
 
 # No deadline of the gateway passes while a test waits: only the client's leaving can end what it began.
@@ -265,12 +266,6 @@ def asked(model: str, **more: object) -> bytes:
     return request_bytes("POST", CHAT, json.dumps(asking(model, **more)).encode())
 
 
-def form(model: str) -> bytes:
-    part = f'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n{model}\r\n--b--\r\n'
-    headers = {"Content-Type": "multipart/form-data; boundary=b"}
-    return request_bytes("POST", "/v1/audio/transcriptions", part.encode(), headers)
-
-
 def upgrade(model: str) -> bytes:
     headers = {"Connection": "upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
     return request_bytes("GET", f"/upstream/{model}/ws", None, headers)
@@ -280,7 +275,7 @@ LAST: dict[str, Callable[[str], bytes]] = {
     "chat": asked,
     "stream": lambda model: asked(model, stream=True),
     "large": lambda model: asked(model, pad="x" * 400_000),
-    "form": form,
+    "form": lambda model: request_bytes("POST", "/v1/audio/transcriptions", form([("model", model)]), FORM),
     "upstream": lambda model: request_bytes("GET", f"/upstream/{model}/echo/x", None),
     "upgrade": upgrade,
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from greenroom.app import App
 from tests.harness import fake, gateway
-from tests.integration.facts import at_rest
+from tests.integration.facts import at_rest, edit
 from tests.integration.raw import CHAT, Answer, Raw, asking, http, request_bytes
 from tests.waiting import until
 
@@ -129,8 +129,7 @@ async def test_an_engines_own_refusals_count_and_a_reload_ends_it(tmp_path: Path
             assert (await call(app, "alice", asking("a", tokens="many"), "bad")).status == 400
         await at_rest(app)
         assert is_cooling(await call(app, "alice", asking("a"), "bad"))
-        path = tmp_path / "greenroom.yaml"
-        path.write_text(path.read_text().replace("errors_max: 3", "errors_max: null"))
+        edit(tmp_path, lambda said: said["clients"].update(errors_max=None))
         assert (await call(app, "boss", {}, path="/api/v1/reload")).status == 200
         assert (await call(app, "alice", asking("a"), "bad")).status == 200
 

@@ -11,44 +11,21 @@ import pytest_asyncio
 
 from greenroom.app import App
 from greenroom.core.model import ModelId
-from tests.harness import fake, gateway, tiny, url
+from tests.harness import url
+from tests.integration.clients.conftest import HELLO, LISTED, PNG, SCHEMA
 from tests.integration.facts import Journal, at_rest, is_ready
 from tests.integration.raw import http
 from tests.later import Later
-from tests.models import tiny as tiny_model
-from tests.models import tiny_embedding, tiny_projector
 from tests.waiting import PATIENCE_S, until
 
 ollama = Later("ollama")
 
-HELLO: Any = [{"role": "user", "content": "hi"}]
 WEATHER: Any = {
     "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a town.",
-        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
-    },
+    "function": {"name": "weather", "description": "The weather of a town.", "parameters": SCHEMA},
 }
-PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def app(tmp_path_factory: pytest.TempPathFactory, journal: Journal) -> AsyncIterator[App]:
-    models = {
-        "alpha": tiny(tiny_model("alpha"), aliases=["llama3"]),
-        "sees": tiny(tiny_model("sees"), mmproj=str(tiny_projector()), ctx_size=2048),
-        "bag": tiny(tiny_embedding(), embedding=True),
-        "told": fake("told", *journal.switches, "--record"),
-        "dies": fake("dies", "--crash-at", "token:2"),
-        "idle": fake("idle"),
-        "slow": fake("slow", "--load-s", "1.5"),
-    }
-    server = {"heartbeat_after_s": 0.2, "heartbeat_every_s": 0.2}
-    async with gateway(tmp_path_factory.mktemp("ollama"), models, budget_mib=1000, server=server) as app:
-        yield app
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -104,7 +81,7 @@ async def test_a_picture_is_seen_where_the_model_can(client: ollama.AsyncClient)
 async def test_models_are_listed_shown_and_running(client: ollama.AsyncClient) -> None:
     await client.chat(model="alpha", messages=HELLO)
     listed = {model.model for model in (await client.list()).models}
-    assert listed == {f"{name}:latest" for name in ("alpha", "sees", "bag", "told", "slow", "dies", "idle")}
+    assert listed == {f"{name}:latest" for name in LISTED}
     shown = await client.show("llama3")
     assert shown.capabilities is not None and "completion" in shown.capabilities
     assert shown.details is not None and shown.details.family == "llamacpp"

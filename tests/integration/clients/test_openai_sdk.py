@@ -11,37 +11,20 @@ from typing import Any, cast
 
 import pytest
 import pytest_asyncio
+from httpx2 import AsyncClient
 
 from greenroom.app import App
-from tests.harness import fake, gateway, tiny, url
+from tests.harness import url
+from tests.integration.clients.conftest import HELLO, LISTED, SCHEMA
 from tests.integration.facts import Journal, at_rest, counters
 from tests.integration.raw import http
 from tests.later import Later
-from tests.models import tiny as tiny_model
-from tests.models import tiny_embedding
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S
 
 openai = Later("openai")
 
-HELLO: Any = [{"role": "user", "content": "hi"}]
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def app(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[App]:
-    folder = tmp_path_factory.mktemp("sdk")
-    models = {
-        "alpha": tiny(tiny_model("alpha"), aliases=["gpt-4o"]),
-        "org/bravo": tiny(tiny_model("bravo"), description="the second"),
-        "counts": tiny(tiny_model("counts", loop=True), ctx_size=4096),
-        "bag": tiny(tiny_embedding(), embedding=True),
-        "stalls": fake("stalls", *Journal(folder).switches, "--hang", "serve"),
-        "broken": fake("broken", "--exit-before-bind"),
-        "hidden": fake("hidden", unlisted=True),
-    }
-    async with gateway(folder, models, budget_mib=350) as app:
-        yield app
 
 
 # --- what is asked --------------------------------------------------------------------------------------------------
@@ -61,15 +44,9 @@ async def test_chat_as_a_stream(client: openai.AsyncOpenAI) -> None:
     said = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     assert said == " alpha says hello"
     assert all(chunk.usage is None for chunk in chunks)
-
-
-async def test_chat_as_a_stream_with_usage(client: openai.AsyncOpenAI) -> None:
-    stream = await client.chat.completions.create(
-        model="alpha", messages=HELLO, stream=True, stream_options={"include_usage": True}
-    )
-    chunks = [chunk async for chunk in stream]
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == 4
+    usage: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = [chunk async for chunk in await client.chat.completions.create(model="alpha", messages=HELLO, **usage)]
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 4
 
 
 async def test_stream_that_is_left_is_ended_at_the_engine(app: App, client: openai.AsyncOpenAI) -> None:
@@ -95,11 +72,6 @@ async def test_raw_answer_carries_our_headers(app: App, client: openai.AsyncOpen
     assert int(raw.headers["x-queue-wait-ms"]) >= 0
 
 
-async def test_completions(client: openai.AsyncOpenAI) -> None:
-    answer = await client.completions.create(model="alpha", prompt="hi", max_tokens=20)
-    assert "alpha says hello" in answer.choices[0].text
-
-
 async def test_embeddings(client: openai.AsyncOpenAI) -> None:
     answer = await client.embeddings.create(model="bag", input=["good", "good", "bad"])
     good, again, bad = (row.embedding for row in answer.data)
@@ -111,7 +83,7 @@ async def test_embeddings(client: openai.AsyncOpenAI) -> None:
 
 async def test_models(client: openai.AsyncOpenAI) -> None:
     listed = {model.id: model async for model in client.models.list()}
-    assert set(listed) == {"alpha", "org/bravo", "counts", "bag", "stalls", "broken"}
+    assert set(listed) == LISTED
     assert listed["alpha"].owned_by == "greenroom"
     # By id with a slash (which this package does not encode), by alias, and one that is not listed.
     assert (await client.models.retrieve("org/bravo")).id == "org/bravo"
@@ -175,23 +147,6 @@ async def test_timeout_of_the_client_frees_its_place(app: App, client: openai.As
 # --- the synchronous client -----------------------------------------------------------------------------------------
 
 
-async def test_synchronous_client(app: App) -> None:
-    """In a thread of its own, because the gateway runs in this one."""
-    assert await asyncio.to_thread(talk, url(app)) == (" alpha says hello", " alpha says hello", 4)
-    await until(lambda: not any(counters(app).values()), "at rest")
-
-
-def talk(address: str) -> tuple[str | None, str, int]:
-    with openai.OpenAI(base_url=address + "/v1", api_key="none", timeout=PATIENCE_S, max_retries=0) as client:
-        answer = client.chat.completions.create(model="alpha", messages=HELLO, max_tokens=20)
-        stream = client.chat.completions.create(model="alpha", messages=HELLO, stream=True)
-        streamed = "".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices)
-        with pytest.raises(openai.NotFoundError):
-            client.chat.completions.create(model="nobody", messages=HELLO)
-        assert answer.usage is not None
-        return answer.choices[0].message.content, streamed, answer.usage.completion_tokens
-
-
 # --- curl -----------------------------------------------------------------------------------------------------------
 
 
@@ -252,3 +207,79 @@ async def test_facts_at_the_end_trouble_no_client(app: App, client: openai.Async
     assert done == "data: [DONE]"
     told = dict(part.split("=") for part in facts.removeprefix(": facts ").split())
     assert told["cache_hit"] == "true" and int(told["cache_tokens_reused"]) > 0 and int(told["gpu_time_ms"]) >= 0
+
+
+# --- LangChain --------------------------------------------------------------------------------------------------------
+
+
+langchain_openai, messages = Later("langchain_openai"), Later("langchain_core.messages")
+
+WEATHER: dict[str, Any] = {"title": "weather", "description": "The weather in a town.", **SCHEMA}
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def options(app: App) -> AsyncIterator[dict[str, Any]]:
+    """Of its clients, which never close connections and report nothing to a service of theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("LANGSMITH_TRACING", "LANGCHAIN_TRACING_V2"):
+            patch.setenv(name, "false")
+        async with AsyncClient(timeout=PATIENCE_S) as http:
+            yield {"base_url": f"{url(app)}/v1", "api_key": "none", "max_retries": 0, "http_async_client": http}
+
+
+def asking(model: str, options: dict[str, Any]) -> langchain_openai.ChatOpenAI:
+    return langchain_openai.ChatOpenAI(model=model, **options)
+
+
+async def test_langchain_chats(options: dict[str, Any]) -> None:
+    answer = await asking("alpha", options).ainvoke("hi", max_tokens=20)
+    assert answer.text.strip() == "alpha says hello"
+    assert answer.usage_metadata is not None and answer.usage_metadata["output_tokens"] == 4
+    assert answer.response_metadata["finish_reason"] == "stop"
+    with pytest.raises(openai.NotFoundError, match="nobody"):
+        await asking("nobody", options).ainvoke("hi")
+
+
+async def test_langchain_reads_a_stream(options: dict[str, Any]) -> None:
+    chunks = [chunk async for chunk in asking("alpha", options).astream("hi", stream_usage=True)]
+    assert len(chunks) > 2, "it comes in pieces"
+    assert "".join(chunk.text for chunk in chunks).strip() == "alpha says hello"
+    counts = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata is not None]
+    assert [count["output_tokens"] for count in counts] == [4]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_tool_is_called_and_its_result_is_sent_back(
+    options: dict[str, Any], journal: Journal, stream: bool
+) -> None:
+    bound = asking("told", options).bind_tools([WEATHER])
+    said: list[Any] = [messages.HumanMessage("tool:weather:Ulm")]
+    asked = await _answer(bound, said, stream)
+    [call] = asked.tool_calls
+    assert (call["name"], call["args"]) == ("weather", {"town": "Ulm"}) and call["id"]
+    said += [asked, messages.ToolMessage("rain", tool_call_id=call["id"])]
+    last = await _answer(bound, said, stream)
+    assert "told" in last.text and not last.tool_calls
+    sent = json.loads(journal.lines("request")[-1]["body"])
+    assert [message["role"] for message in sent["messages"]] == ["user", "assistant", "tool"]
+    assert sent["messages"][1]["tool_calls"][0]["id"] == sent["messages"][2]["tool_call_id"]
+    assert sent["tools"][0]["function"]["name"] == "weather"
+
+
+async def _answer(model: Any, said: list[Any], stream: bool) -> messages.AIMessage:
+    if not stream:
+        whole: messages.AIMessage = await model.ainvoke(said)
+        return whole
+    merged = None
+    async for chunk in model.astream(said):
+        merged = chunk if merged is None else merged + chunk
+    assert merged is not None
+    return messages.AIMessage(merged.content, tool_calls=merged.tool_calls)
+
+
+async def test_langchain_embeds(options: dict[str, Any]) -> None:
+    # Without the check, which counts tokens with a table that it fetches.
+    embeddings = langchain_openai.OpenAIEmbeddings(model="bag", check_embedding_ctx_length=False, **options)
+    first, second, other = await embeddings.aembed_documents(["good", "good", "bad"])
+    assert second == pytest.approx(first, abs=1e-5) and other != pytest.approx(first, abs=1e-5)
+    assert await embeddings.aembed_query("good") == pytest.approx(first, abs=1e-5)

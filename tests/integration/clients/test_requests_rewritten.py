@@ -14,6 +14,7 @@ from greenroom.app import App
 from tests.harness import fake, gateway
 from tests.integration.facts import Journal, at_rest
 from tests.integration.raw import CHAT, Answer, Raw, asking, http, request_bytes
+from tests.samples.sounds import FORM, form
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -111,6 +112,7 @@ async def test_headers_reach_the_engine_by_allow_list_only(gate: JournaledGatewa
         "Accept": "application/json",
         "Accept-Encoding": "gzip",
         "X-Trace": "kept",
+        "X-Cache-Tag": "secret-tag",
         "X-Tenant-ID": "lab",
         "X-Priority": "low",
         "X-Client-ID": "me",
@@ -138,20 +140,9 @@ async def test_headers_reach_the_engine_by_allow_list_only(gate: JournaledGatewa
 async def test_form_is_routed_by_a_model_that_follows_a_large_file(gate: JournaledGateway) -> None:
     """3 MiB are more than is kept in memory: the file is spooled and passed on whole."""
     file = bytes(range(256)) * (3 * 1024 * 4)
-    parts = [
-        ('name="file"; filename="a.wav"\r\nContent-Type: audio/wav', file),
-        ('name="x_client_id"', b"me"),
-        ('name="language"', b"en"),
-        ('name="model"', b"plain"),
-    ]
-    boundary = "a-boundary"
-    body = b"".join(
-        f"--{boundary}\r\nContent-Disposition: form-data; {head}\r\n\r\n".encode() + value + b"\r\n"
-        for head, value in parts
-    )
-    body += f"--{boundary}--\r\n".encode()
-    headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
-    answer, _ = await gate.post(body, path="/v1/audio/transcriptions", headers=headers)
+    fields = [("x_client_id", "me"), ("language", "en"), ("model", "plain")]
+    body = form([], file).removesuffix(b"--b0undary--\r\n") + form(fields)
+    answer, _ = await gate.post(body, path="/v1/audio/transcriptions", headers=FORM)
     assert answer.status == 200
     said = answer.json()
     assert (said["text"], said["model"]) == ("plain heard", "plain")

@@ -7,10 +7,7 @@ whose time is corrected.
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.features.governance.token_rig import shared_token
-from tests.harness import fake, gateway_process
+from tests.harness import GatewayProcess, fake, gateway_process
 from tests.integration.governance.test_governance import now, with_key
 from tests.integration.raw import asking
 from tests.redis_server import clock_env
@@ -27,19 +24,9 @@ from tests.waiting import until_now
 HOUR, YEAR = 3_600, 365 * 86_400
 
 
-def call(url: str, path: str, body: Any = None) -> tuple[int, Any]:
-    data = None if body is None else json.dumps(body).encode()
-    asked = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(asked, timeout=60) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
-
-
-def load(url: str, token: Any) -> str:
+def load(gate: GatewayProcess, token: Any) -> str:
     """What a load is answered with: its status word or its error's code."""
-    _, said = call(url, "/v1/models/load", {"modelId": "m", "verifiedOpToken": token})
+    said = gate.call("POST", "/v1/models/load", {"modelId": "m", "verifiedOpToken": token})[2]
     return str(said.get("status") or said["error"]["code"])
 
 
@@ -58,15 +45,15 @@ def test_a_clock_that_jumps_renews_no_token(
         for jump_s in (0, *jumps_s):
             set_clock(clock, jump_s)
             token = shared_token(modelId="m", issuedAt=now() + jump_s)
-            assert load(gate.url, token) in ("loading", "token_issued_before_start")
+            assert load(gate, token) in ("loading", "token_issued_before_start")
             used.append(token)
-            codes = {load(gate.url, one) for one in used}
+            codes = {load(gate, one) for one in used}
             assert codes <= {"token_replayed", "token_issued_before_start", "token_expired", "token_not_yet_valid"}
-            assert load(gate.url, used[0]) != "loading"
+            assert load(gate, used[0]) != "loading"
             # Requests, health and durations do not mind.
             body = asking("m")
-            assert call(gate.url, "/v1/chat/completions", body)[0] == 200
-            status, health = call(gate.url, "/health")
+            assert gate.call("POST", "/v1/chat/completions", body)[0] == 200
+            status, _, health = gate.call("GET", "/health")
             assert status == 200 and 0 <= health["uptime"] <= time.monotonic() - began + 1
 
 
@@ -80,26 +67,20 @@ def test_a_clock_that_jumps_lengthens_no_answer(tmp_path: Path, monkeypatch: pyt
     began = time.monotonic()
     with gateway_process(tmp_path, {"m": fake("m")}) as gate, ThreadPoolExecutor() as pool:
         body = asking("m", tokens=4, token_s=0.5)
-        answer = pool.submit(call, gate.url, "/v1/chat/completions", body)
-        job = call(gate.url, "/v1/jobs", {"route": "/v1/chat/completions", "body": body})[1]["id"]
-        until_now(lambda: shown(gate.url, f"/v1/jobs/{job}")["status"] == "running", "the job runs")
+        answer = pool.submit(gate.call, "POST", "/v1/chat/completions", body)
+        job = gate.call("POST", "/v1/jobs", {"route": "/v1/chat/completions", "body": body})[2]["id"]
+        until_now(lambda: gate.call("GET", f"/v1/jobs/{job}")[2]["status"] == "running", "the job runs")
         set_clock(clock, jump_s)
         assert answer.result()[0] == 200
-        until_now(lambda: shown(gate.url, f"/v1/jobs/{job}")["status"] == "done", "the job is done")
-        asked = shown(gate.url, "/api/v1/requests")["requests"]
-        used = shown(gate.url, "/api/v1/usage?by=model&since=730d")
-        spans = [one for one in shown(gate.url, "/api/v1/timeline")["spans"] if one["ended"] is not None]
-        told, passed_s = shown(gate.url, f"/v1/jobs/{job}"), time.monotonic() - began + 1
+        until_now(lambda: gate.call("GET", f"/v1/jobs/{job}")[2]["status"] == "done", "the job is done")
+        asked = gate.call("GET", "/api/v1/requests")[2]["requests"]
+        used = gate.call("GET", "/api/v1/usage?by=model&since=730d")[2]
+        spans = [one for one in gate.call("GET", "/api/v1/timeline")[2]["spans"] if one["ended"] is not None]
+        told, passed_s = gate.call("GET", f"/v1/jobs/{job}")[2], time.monotonic() - began + 1
     assert len(asked) == 2 and all(1.5 <= one["total_s"] <= passed_s for one in asked)
     assert 0 <= told["ended"] - told["started"] <= passed_s
     assert all(0 <= one["ended"] - one["began"] <= passed_s for one in spans)
     assert used["total"]["answer_s"] <= 2 * passed_s
-
-
-def shown(url: str, path: str) -> Any:
-    status, said = call(url, path)
-    assert status == 200, said
-    return said
 
 
 def set_clock(file: Path, seconds: int) -> None:

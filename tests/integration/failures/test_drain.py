@@ -14,10 +14,9 @@ import pytest
 
 from greenroom.app import App
 from greenroom.runtime.timeouts import Timeouts
-from tests.harness import fake, gateway, left_behind, tiny
-from tests.integration.facts import Journal, at_rest, counters, is_loading, is_ready, pids
+from tests.harness import fake, gateway, left_behind
+from tests.integration.facts import Journal, counters, is_loading, is_ready, pids
 from tests.integration.raw import Answer, Raw, asking, chat, http
-from tests.models import tiny as tiny_model
 from tests.waiting import until
 
 # Longer than any test: an answer that still goes on then was not ended.
@@ -95,16 +94,6 @@ async def test_shutdown_cuts_what_is_not_done_after_drain_s(tmp_path: Path) -> N
         assert not left_behind(tmp_path)
 
 
-async def test_second_shutdown_does_not_wait(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"model": fake("model")}, server={"drain_s": 600}) as app:
-        running = await streaming(app, "model")
-        app.shut_down()
-        await asyncio.sleep(0)
-        app.shut_down()
-        ended_with(await rest(running), "shutting_down")
-        await asyncio.wait_for(app.closed.wait(), 30)
-
-
 async def test_shutdown_ends_loads_and_event_streams(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"slow": fake("slow", "--load-s", "600")}, server={"drain_s": 600}) as app:
         watcher = await Raw.open(app)
@@ -141,31 +130,6 @@ async def test_unload_rejects_waiters_and_answers_when_the_process_is_gone(tmp_p
         assert (await chat(app, "model")).text == "model 1 2 3"
 
 
-async def test_unload_cuts_what_is_not_done_after_grace_s(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"model": fake("model")}) as app:
-        running = await streaming(app, "model")
-        unload = asyncio.create_task(moved(app, "model", "unload", {"grace_s": 0.3}))
-        ended_with(await rest(running), "unloaded")
-        assert (await unload).status == 200
-        await at_rest(app)
-        assert not left_behind(tmp_path)
-
-
-async def test_unload_of_a_real_engine_in_the_middle_of_its_answer(tmp_path: Path) -> None:
-    models = {"counts": tiny(tiny_model("counts", loop=True), ctx_size=4096)}
-    async with gateway(tmp_path, models) as app, await Raw.open(app) as raw:
-        raw.ask(asking("counts", stream=True, max_tokens=4000))
-        assert (await raw.head())[0] == 200
-        assert await raw.chunk()
-        unload = asyncio.create_task(moved(app, "counts", "unload", {"grace_s": 0}))
-        answer = await raw.rest(200, {})
-        # At an event boundary an event says why; inside an event the connection is cut.
-        assert not answer.whole or answer.data[-1]["error"]["code"] == "unloaded"
-        assert "[DONE]" not in answer.body.decode()
-        assert (await unload).json()["tier"] == "cold"
-        assert not left_behind(tmp_path)
-
-
 async def test_unload_of_a_loading_model_ends_the_load(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"slow": fake("slow", "--load-s", "600")}) as app:
         asked, load = asyncio.create_task(chat(app, "slow")), asyncio.create_task(moved(app, "slow", "load"))
@@ -176,12 +140,6 @@ async def test_unload_of_a_loading_model_ends_the_load(tmp_path: Path) -> None:
         assert not left_behind(tmp_path)
         # Being told to go is no failure: there is no back-off.
         assert app.loop.scheduler.state.models["slow"].failures == 0  # type: ignore[index]
-
-
-async def test_unload_of_what_is_not_loaded_is_done_at_once(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"cold": fake("cold")}) as app:
-        assert (await moved(app, "cold", "unload")).json()["tier"] == "cold"
-        assert (await moved(app, "nobody", "unload")).status == 404
 
 
 async def test_load_answers_when_the_model_is_ready(tmp_path: Path) -> None:
@@ -235,16 +193,6 @@ async def test_pinned_model_is_neither_evicted_nor_unloaded_for_being_idle(tmp_p
             assert (await chat(app, model)).text == f"{model} 1 2 3"
         assert pids(app, "pinned") == before
         assert (await moved(app, "pinned", "unload", {"force": True})).json()["tier"] == "cold", "an operator may"
-
-
-async def test_model_that_only_fits_without_a_pinned_one_is_refused_for_good(tmp_path: Path) -> None:
-    models = {"pinned": fake("pinned", pinned=True), "other": fake("other")}
-    async with gateway(tmp_path, models, budget_mib=150) as app:
-        assert (await chat(app, "pinned")).status == 200
-        answer = await chat(app, "other")
-        assert (answer.status, answer.error["code"]) == (503, "model_too_large")
-        assert answer.headers["x-should-retry"] == "false"
-        assert "100 MiB" in answer.error["message"] and "50 MiB" in answer.error["message"]
 
 
 async def test_preloaded_model_is_there_at_the_start_and_again_after_a_crash(tmp_path: Path) -> None:

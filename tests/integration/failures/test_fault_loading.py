@@ -82,12 +82,6 @@ async def test_engine_that_ends_while_loading_fails_all_and_backs_off(
         await at_rest(app)
 
 
-async def test_program_that_is_not_there_fails_the_load(tmp_path: Path) -> None:
-    model = {"cmd": ["/no/such/program", "--port", "${PORT}"], "memory_mib": 1}
-    async with gateway(tmp_path, {"alpha": model}, **LONG_BACKOFF) as app:
-        assert_failed(await chat(app, "alpha"), "there is no program /no/such/program", "engine_missing")
-
-
 async def test_model_file_that_is_not_there_fails_the_load(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"alpha": tiny(tmp_path / "gone.gguf")}, **LONG_BACKOFF) as app:
         assert_failed(await chat(app, "alpha"), "gone.gguf")

@@ -19,40 +19,17 @@ from greenroom.errors import EngineLost
 from greenroom.http.limits import MIB
 from greenroom.http.upstream import EngineAddress, Pool
 from greenroom.process import proc
-from tests.harness import fake, gateway, tiny
+from tests.harness import fake, gateway
 from tests.http.wires import OddLoop
 from tests.integration.facts import Journal, at_rest, is_ready, pids
 from tests.integration.faults import ENDLESS, assert_ended_by, first_events, loaded, rest_of, stop
 from tests.integration.raw import LIMIT_BYTES, Answer, Raw, asking, chat, http
-from tests.models import tiny as tiny_model
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
 
 
 # --- kill -9 --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_engine_lost_before_its_first_byte_is_replaced_unseen_by_callers(tmp_path: Path, stream: bool) -> None:
-    journal = Journal(tmp_path)
-    async with gateway(tmp_path, {"alpha": fake("alpha", *journal.switches)}) as app:
-        pid = await loaded(app, "alpha")
-        # It has the request and cannot answer it.
-        stop(pid)
-        waiting = asyncio.create_task(chat(app, "alpha", stream=stream))
-        await until(lambda: app.loop.scheduler.state.grants, "the request is granted")
-        os.kill(pid, signal.SIGKILL)
-        answer = await waiting
-        assert answer.status == 200 and answer.whole
-        if stream:
-            assert answer.data[0]["choices"][0]["delta"]["content"] == "alpha"
-            assert answer.data[-1] == "[DONE]" and not any("error" in event for event in answer.data[:-1])
-        else:
-            assert answer.text.startswith("alpha")
-        assert journal.count("start") == 2
-        assert pids(app, "alpha") != [pid]
-        await at_rest(app)
 
 
 async def test_stream_whose_engine_is_lost_before_the_first_heartbeat_gets_them_during_the_reload(
@@ -104,22 +81,6 @@ async def test_engine_lost_in_the_middle_of_a_stream_ends_it_with_one_error_even
         assert journal.count("request") == 3
 
 
-async def test_real_llama_cpp_killed_in_the_middle_of_a_stream(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"bravo": tiny(tiny_model("bravo", loop=True))}) as app:
-        pid = await loaded(app, "bravo")
-        async with await Raw.open(app) as raw:
-            raw.ask(asking("bravo", stream=True, max_tokens=100_000))
-            await first_events(raw, 5)
-            os.kill(pid, signal.SIGSEGV)
-            rest = await rest_of(raw)
-        # Between two events it is told, within one it can only be cut.
-        if rest.whole:
-            assert_ended_by(rest, "engine_lost", 502)
-        assert b"[DONE]" not in rest.body
-        await at_rest(app)
-        assert "bravo" in (await chat(app, "bravo", max_tokens=5)).text
-
-
 async def test_engine_lost_in_the_middle_of_a_long_body_truncates_the_answer(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"alpha": fake("alpha", "--half-body", "--tokens", "20000")}) as app:
         async with await Raw.open(app) as raw:
@@ -169,14 +130,6 @@ async def test_an_engine_that_ends_again_and_again_is_told_as_the_cause_of_the_p
         refused = await chat(app, "alpha")
         assert refused.status == 503 and refused.error["code"] == "model_load_failed"
         assert refused.error["message"] == "alpha was lost: its engine ended (killed by SIGKILL)."
-
-
-async def test_preloaded_model_comes_back_by_itself_after_a_crash(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {"alpha": fake("alpha", preload=True)}) as app:
-        await until(lambda: is_ready(app, "alpha"), "it is loaded at start")
-        pid = pids(app, "alpha")[0]
-        os.kill(pid, signal.SIGKILL)
-        await until(lambda: is_ready(app, "alpha") and pids(app, "alpha") != [pid], "it is back")
 
 
 # --- it hangs -------------------------------------------------------------------------------------------------------

@@ -41,13 +41,6 @@ CLEARED_WITHIN_S = 30.0
 CUSTOMERS = 6
 
 
-def say(capsys: pytest.CaptureFixture[str], text: str) -> None:
-    """Print to the run's output, also when all is well."""
-    with capsys.disabled():
-        sys.stdout.write(f"\n{text}\n")
-        sys.stdout.flush()
-
-
 async def ask(port: int, model: str, *, stream: bool = False) -> Answer:
     """One question to a gateway that may die. Raises OSError or EOFError when it does."""
     async with await dial(port) as raw:
@@ -56,13 +49,6 @@ async def ask(port: int, model: str, *, stream: bool = False) -> Answer:
     if not answer.whole:
         raise EOFError
     return answer
-
-
-def said(answer: Answer) -> str:
-    if "event-stream" not in answer.headers.get("content-type", ""):
-        return answer.text
-    chunks = [event["choices"][0] for event in answer.data if event != "[DONE]" and event["choices"]]
-    return "".join(chunk["delta"].get("content") or "" for chunk in chunks)
 
 
 # --- kill -9 under load ---------------------------------------------------------------------------------------------
@@ -75,8 +61,6 @@ class Kills:
     folder: Path
     seed: int
     answers: Counter[str] = field(default_factory=Counter)
-    starts_s: list[float] = field(default_factory=list)
-    cleared_s: list[float] = field(default_factory=list)
     gate: GatewayProcess | None = None
 
     def __post_init__(self) -> None:
@@ -101,9 +85,7 @@ class Kills:
     async def round(self, *, until_all_answered: bool = False) -> None:
         if self.random.random() < 0.15:
             self.kill_while_it_starts()
-        began = time.monotonic()
         gate = self.gate = GatewayProcess(self.folder, self.config)
-        self.starts_s.append(time.monotonic() - began)
         # It serves only when nothing of the run before is left, also if that was killed this very moment.
         assert not left_behind(self.folder), f"seed {self.seed}"
         await self.kill_under_load(gate, until_all_answered)
@@ -135,13 +117,11 @@ class Kills:
             except (OSError, EOFError):
                 return
             assert answer.status == 200, answer.body
-            assert model in said(answer), answer.body
+            assert model in answer.text, answer.body
             self.answers[model] += 1
 
     def expect_cleared(self) -> None:
-        began = time.monotonic()
         until_now(lambda: not left_behind(self.folder), f"seed {self.seed}: nothing is left", CLEARED_WITHIN_S)
-        self.cleared_s.append(time.monotonic() - began)
 
     async def expect_all_served(self) -> None:
         """A last one, not killed: every model gives its right answer, and it leaves in order."""
@@ -149,7 +129,7 @@ class Kills:
         gate = self.gate = GatewayProcess(self.folder, self.config)
         for model in self.models:
             answer = await ask(gate.port, model)
-            assert model in said(answer)
+            assert model in answer.text
         assert gate.stop() == 0
         assert not left_behind(self.folder)
         assert self.journal.count("doubled") == 0, f"seed {self.seed}: two engines of one model at once"
@@ -158,15 +138,6 @@ class Kills:
         """Whatever went wrong, nothing of this test runs on."""
         if self.gate is not None and self.gate.process.poll() is None:
             self.gate.kill()
-
-    def report(self) -> str:
-        starts, cleared = sorted(self.starts_s), sorted(self.cleared_s)
-        return (
-            f"seed {self.seed}: {len(starts)} kills, {self.answers.total()} right answers {dict(self.answers)}, "
-            f"{self.journal.count('start')} starts of fake engines, none doubled, nothing left behind\n"
-            f"restart to serving: median {starts[len(starts) // 2]:.2f} s, slowest {starts[-1]:.2f} s; "
-            f"kill to nothing left: median {cleared[len(cleared) // 2]:.2f} s, slowest {cleared[-1]:.2f} s"
-        )
 
 
 # Twenty starts take half a minute where nothing else runs, and minutes on two slow, busy cores.
@@ -177,7 +148,9 @@ async def test_gateway_killed_at_any_moment_leaves_nothing_and_serves_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], rounds: int
 ) -> None:
     kills = Kills(tmp_path, seed=int(os.environ.get("GREENROOM_SEED") or secrets.randbits(32)))
-    say(capsys, f"seed {kills.seed} (GREENROOM_SEED repeats it)")
+    with capsys.disabled():
+        sys.stdout.write(f"\nseed {kills.seed} (GREENROOM_SEED repeats it)\n")
+        sys.stdout.flush()
     try:
         for _ in range(rounds):
             await kills.round()
@@ -186,7 +159,6 @@ async def test_gateway_killed_at_any_moment_leaves_nothing_and_serves_again(
         await kills.expect_all_served()
     finally:
         kills.end()
-    say(capsys, kills.report())
 
 
 # --- SIGTERM --------------------------------------------------------------------------------------------------------
@@ -195,7 +167,7 @@ async def test_gateway_killed_at_any_moment_leaves_nothing_and_serves_again(
 async def test_sigterm_lets_running_answers_finish_and_leaves_nothing(tmp_path: Path) -> None:
     models = {"alpha": tiny(tiny_model("alpha")), "forker": fake("forker", "--fork-setsid", "--token-s", "0.05")}
     with gateway_process(tmp_path, models, server={"drain_s": 200}) as gate:
-        assert "alpha" in said(await ask(gate.port, "alpha"))
+        assert "alpha" in (await ask(gate.port, "alpha")).text
         async with await dial(gate.port) as raw:
             raw.ask(asking("forker", stream=True, tokens=20))
             await first_events(raw, 3)
@@ -247,7 +219,7 @@ async def test_sigterm_while_a_model_loads_does_not_wait_for_it(tmp_path: Path) 
 
 async def test_second_gateway_on_a_state_directory_refuses_and_harms_nothing(tmp_path: Path) -> None:
     with gateway_process(tmp_path, {"alpha": fake("alpha")}) as gate:
-        assert "alpha" in said(await ask(gate.port, "alpha"))
+        assert "alpha" in (await ask(gate.port, "alpha")).text
         engines = {one.pid for one in left_behind(tmp_path)}
         command = [sys.executable, "-m", "greenroom", "serve", "--config", str(tmp_path / "greenroom.yaml")]
         second = await asyncio.to_thread(
@@ -257,7 +229,7 @@ async def test_second_gateway_on_a_state_directory_refuses_and_harms_nothing(tmp
         assert f"is held by the gateway with pid {gate.process.pid}" in second.stderr
         assert "Traceback" not in second.stderr
         assert {one.pid for one in left_behind(tmp_path)} == engines
-        assert "alpha" in said(await ask(gate.port, "alpha"))
+        assert "alpha" in (await ask(gate.port, "alpha")).text
 
 
 def test_of_two_gateways_that_start_together_exactly_one_serves(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import shutil
 import time
-import urllib.request
 from collections.abc import AsyncIterator
 from http.client import HTTPException
 from pathlib import Path
@@ -426,7 +425,8 @@ async def test_a_kill_while_a_permitted_load_begins_lets_it_not_run_again(tmp_pa
     process = GatewayProcess(tmp_path, config)
     (tmp_path / "pid").write_text(str(process.process.pid))
     token = shared_token(modelId="m", issuedAt=now())
-    await asyncio.to_thread(_post, process.url, token)
+    with contextlib.suppress(OSError, HTTPException):
+        await asyncio.to_thread(process.call, "POST", "/v1/models/load", {"modelId": "m", "verifiedOpToken": token})
     assert process.process.wait(PATIENCE_S) == -9
     write_config(tmp_path, {"m": fake("m")}, governance=governance)
     async with gateway(tmp_path, {"m": fake("m")}, governance=governance) as app:
@@ -435,13 +435,6 @@ async def test_a_kill_while_a_permitted_load_begins_lets_it_not_run_again(tmp_pa
         assert not app.loop.scheduler.state.slots_of(ModelId("m"))
         assert (await chat(app, "m")).status == 200
     assert verify(tmp_path / "state" / "governance" / "audit.jsonl").problem is None
-
-
-def _post(url: str, token: Any) -> None:
-    data = json.dumps({"modelId": "m", "verifiedOpToken": token}).encode()
-    asked = urllib.request.Request(f"{url}/v1/models/load", data, {"Content-Type": "application/json"})
-    with contextlib.suppress(OSError, HTTPException):
-        urllib.request.urlopen(asked, timeout=PATIENCE_S).read()
 
 
 async def test_an_update_that_names_no_model_needs_the_signers_of_downloads_too(tmp_path: Path) -> None:

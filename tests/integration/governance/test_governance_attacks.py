@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import unicodedata
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from greenroom.features.governance.tokens import as_text
 from tests.features.governance.token_rig import shared_token
 from tests.full_disk import full_disk
 from tests.harness import fake, gateway
+from tests.integration.facts import over
 from tests.integration.governance.test_governance import KEYS, ask, audited, now, with_key
 from tests.integration.raw import Answer, Raw, asking, http
 from tests.waiting import until
@@ -169,16 +169,6 @@ async def test_odd_numbers_in_a_signed_body_permit_nothing_else(app: App, mib: A
     assert answer.error["code"] == "token_body_changed"
 
 
-async def ended(look: Callable[[], Awaitable[Answer]]) -> Any:
-    """A load or job when it is over."""
-    for _ in range(600):
-        seen = (await look()).json()
-        if seen["status"] not in ("loading", "queued", "running"):
-            return seen
-        await asyncio.sleep(0.1)
-    raise AssertionError(f"it does not end: {seen}")
-
-
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
@@ -189,9 +179,7 @@ async def test_a_load_goes_on_when_its_token_is_over(tmp_path: Path) -> None:
         token = shared_token(modelId="m", issuedAt=now())
         taken = await http(app, "POST", "/v1/models/load", {"modelId": "m", "verifiedOpToken": token})
         assert taken.status == 202
-        path = f"/v1/models/load/{taken.json()['taskId']}"
-        seen = await ended(lambda: http(app, "GET", path))
-        assert seen["status"] == "completed"
+        assert (await over(app, f"/v1/models/load/{taken.json()['taskId']}"))["status"] == "completed"
         late = await http(app, "POST", "/v1/models/load", {"modelId": "m", "verifiedOpToken": token})
         assert late.error["code"] in ("token_expired", "token_replayed")
 
@@ -210,7 +198,7 @@ async def test_a_key_that_is_over_starts_no_job_and_what_waits_does_not_run(tmp_
         await until(lambda: datetime.now(UTC) > soon, "the key is over")
         refused = await ask(app, "POST", "/v1/jobs", order, key="short")
         assert (refused.status, refused.error["code"]) == (401, "api_key_expired")
-        seen = await ended(lambda: ask(app, "GET", path))
+        seen = await over(app, path, {"Authorization": "Bearer ops-key"})
         # It waited for its model when the key ended, so it is not answered.
         assert (seen["status"], seen["error"]["code"]) == ("failed", "api_key_expired"), seen
         assert (await ask(app, "GET", path, key="short")).status == 401

@@ -21,29 +21,21 @@ from tests.features.governance.token_rig import PUBLIC, signed_token
 from tests.harness import fake, gateway, url
 from tests.integration.governance.test_governance import KEYS, audited, now, with_key
 from tests.models import tiny
-from tests.standins.standin_hub import standin_hub
+from tests.standins.standin_hub import StandinHub
 
 REPO = "org/name"
 SECONDS_MAX = 120.0
 
 
 @pytest_asyncio.fixture
-async def app(tmp_path: Path, monkeypatch: Any) -> AsyncIterator[App]:
-    with standin_hub() as hub:
-        hub.repos[REPO] = {"model.safetensors": b"x" * 1_000, "config.json": b"{}"}
-        for name in [name for name in os.environ if name.startswith("HF_")] + ["TRANSFORMERS_CACHE"]:
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        (tmp_path / "models").mkdir()
-        shutil.copy(tiny("alpha"), tmp_path / "models" / "old.gguf")
-        options = {"model_roots": [str(tmp_path / "models")], "library": {"download": True}}
-        # Every signer binds the body: a command must send what was signed.
-        governance = with_key(tmp_path, signers=PUBLIC)
-        models = {"m": fake("m")}
-        async with gateway(tmp_path, models, server={"api_keys": KEYS}, governance=governance, **options) as app:
-            await app.library.looked()
-            yield app
+async def app(tmp_path: Path, hub: StandinHub) -> AsyncIterator[App]:
+    hub.repos[REPO] = {"model.safetensors": b"x" * 1_000, "config.json": b"{}"}
+    shutil.copy(tiny("alpha"), tmp_path / "models" / "old.gguf")
+    options = {"model_roots": [str(tmp_path / "models")], "library": {"download": True}, "server": {"api_keys": KEYS}}
+    # Every signer binds the body: a command must send what was signed.
+    async with gateway(tmp_path, {"m": fake("m")}, governance=with_key(tmp_path, signers=PUBLIC), **options) as app:
+        await app.library.looked()
+        yield app
 
 
 async def command(app: App, *words: str) -> tuple[int, str, str]:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import random
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,30 +17,32 @@ from greenroom.errors import BadRequest
 from tests.features.governance.token_rig import PUBLIC, signed_token
 from tests.harness import fake, gateway
 from tests.harness import tiny as tiny_config
+from tests.integration.facts import over
 from tests.integration.governance.test_governance import KEYS, ask, now, with_key
 from tests.integration.raw import Answer
 from tests.library.hub_cache import put
 from tests.models import tiny, tiny_ears
-from tests.standins.standin_hub import StandinHub, standin_hub
+from tests.standins.standin_hub import StandinHub
 from tests.waiting import until
 
 SECRET, FREE = "org/secret", "org/free"
 DOWNLOAD: Final = "/v1/models/download"
 # No order with it begins, so that an order that is permitted is told by this refusal.
 NOWHERE: Final = "/nowhere"
-OVER: Final = ("completed", "failed", "cancelled")
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandinHub]:
-    with standin_hub() as hub:
-        for repo in (SECRET, FREE):
-            hub.repos[repo] = {"config.json": b"{}", "model.safetensors": repo.encode() * 100}
-        for name in [name for name in os.environ if name.startswith("HF_")]:
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        yield hub
+def hub(hub: StandinHub) -> StandinHub:
+    for repo in (SECRET, FREE):
+        hub.repos[repo] = {"config.json": b"{}", "model.safetensors": repo.encode() * 100}
+    return hub
+
+
+def served_alpha(tmp_path: Path, **versions: Any) -> dict[str, Any]:
+    """A model below the root that is under version control."""
+    (tmp_path / "models").mkdir(exist_ok=True)
+    weights = shutil.copy(tiny("alpha"), tmp_path / "models" / "alpha.gguf")
+    return {"served": {**tiny_config(Path(weights)), "versions": versions}}
 
 
 @contextlib.asynccontextmanager
@@ -133,9 +135,7 @@ async def test_no_spelling_of_a_download_has_another_answer(hub: StandinHub, tmp
 
 
 async def test_every_way_to_a_download_is_judged_by_its_repository(hub: StandinHub, tmp_path: Path) -> None:
-    (tmp_path / "models").mkdir()
-    weights = shutil.copy(tiny("alpha"), tmp_path / "models" / "alpha.gguf")
-    served = {"served": {**tiny_config(Path(weights)), "versions": {}}}
+    served = served_alpha(tmp_path)
     async with guarding(tmp_path, SECRET, operations=("model-download",), models=served) as app:
         for name in ("org/secret", "ORG/Secret", "org/secret@main", "org/secret:Q4_K_M"):
             load, update = {"modelId": name}, {"model_repo_id": name}
@@ -156,9 +156,7 @@ async def test_every_way_to_a_download_is_judged_by_its_repository(hub: StandinH
 async def test_what_an_update_or_a_load_takes_from_the_hub_is_judged_by_its_repository(
     hub: StandinHub, tmp_path: Path, guarded: str
 ) -> None:
-    (tmp_path / "models").mkdir()
-    weights = shutil.copy(tiny("alpha"), tmp_path / "models" / "alpha.gguf")
-    served = {"served": {**tiny_config(Path(weights)), "versions": {}}}
+    served = served_alpha(tmp_path)
     async with guarding(tmp_path, guarded, operations=("model-load", "model-update"), models=served) as app:
         for name in (SECRET, SECRET.upper(), f"{SECRET}@main", f"{SECRET}@v1", f"{SECRET}:Q4_K_M"):
             update = {"model_repo_id": name}
@@ -168,13 +166,12 @@ async def test_what_an_update_or_a_load_takes_from_the_hub_is_judged_by_its_repo
 
 
 async def test_going_back_to_weights_is_judged_like_an_update_to_them(hub: StandinHub, tmp_path: Path) -> None:
-    (tmp_path / "models").mkdir()
-    paths = {name: shutil.copy(tiny(name), tmp_path / "models" / f"{name}.gguf") for name in ("alpha", "beta")}
-    served = {"served": {**tiny_config(Path(paths["alpha"])), "versions": {"repo_id": SECRET}}}
+    served = served_alpha(tmp_path, repo_id=SECRET)
+    beta = shutil.copy(tiny("beta"), tmp_path / "models" / "beta.gguf")
     for guarded in (f"{SECRET}@main", "alpha.gguf"):
         async with guarding(tmp_path, guarded, operations=("model-update",), models=served) as app:
             if app.updates.of("served").last_number == 1:
-                update = {"model_repo_id": str(paths["beta"])}
+                update = {"model_repo_id": str(beta)}
                 taken = await signed(app, "model-update", "served", "/api/v1/models/served/update", update)
                 await app.updates.ended(taken.json()["taskId"])
             for body in ({}, {"version": 1}):
@@ -188,9 +185,8 @@ async def test_a_path_that_reads_like_an_address_leads_to_no_weights(hub: Standi
     """`x://../vault` is a path where a folder `x:` is, and a download makes one."""
     for folder in ("vault", "x:"):
         (tmp_path / "models" / folder).mkdir(parents=True)
-    weights = shutil.copy(tiny("alpha"), tmp_path / "models" / "alpha.gguf")
     shutil.copy(tiny("beta"), tmp_path / "models" / "vault" / "beta.gguf")
-    served = {"served": {**tiny_config(Path(weights)), "versions": {}}}
+    served = served_alpha(tmp_path)
     async with guarding(tmp_path, "vault/beta.gguf", models=served) as app:
         update = {"model_repo_id": "x://../vault/beta.gguf"}
         taken = await signed(app, "model-update", "served", "/api/v1/models/served/update", update)
@@ -199,16 +195,7 @@ async def test_a_path_that_reads_like_an_address_leads_to_no_weights(hub: Standi
 
 
 async def ended(app: App, answer: Answer) -> Any:
-    seen: list[Any] = []
-    path = answer.headers["location"]
-
-    async def is_over() -> bool:
-        seen.append((await ask(app, "GET", path)).json())
-        return bool(seen[-1]["status"] in OVER)
-
-    while not await is_over():
-        pass
-    return seen[-1]
+    return await over(app, answer.headers["location"], {"Authorization": "Bearer ops-key"})
 
 
 async def test_a_repository_is_not_fetched_by_a_name_that_it_had_before(hub: StandinHub, tmp_path: Path) -> None:
@@ -252,7 +239,6 @@ async def test_a_download_into_the_folder_of_a_model_is_one_of_that_model(hub: S
 async def test_a_file_without_a_destination_is_judged_like_one_into_the_first_root(
     hub: StandinHub, tmp_path: Path
 ) -> None:
-    (tmp_path / "models").mkdir()
     shutil.copy(tiny("alpha"), tmp_path / "models" / "alpha.gguf")
     library = {"hosts": [f"localhost:{hub.port}"]}
     async with guarding(tmp_path, "alpha.gguf", operations=("model-download",), library=library) as app:
@@ -320,12 +306,12 @@ async def test_a_field_that_is_not_read_chooses_no_other_model(hub: StandinHub, 
             assert needs_two(await signed(app, "model-delete", name, "/api/delete", delete, method="DELETE"))
 
 
-@pytest.mark.parametrize("written", [lambda name: name, lambda name: f"{name}:latest"])
-async def test_the_tag_of_ollamas_lists_makes_no_other_model(tmp_path: Path, written: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("tag", ["", ":latest"])
+async def test_the_tag_of_ollamas_lists_makes_no_other_model(tmp_path: Path, tag: str) -> None:
     (tmp_path / "models").mkdir()
     weights = Path(shutil.copy(tiny("alpha"), tmp_path / "models" / "alpha.gguf"))
     async with guarding(tmp_path, "alpha.gguf", operations=("model-delete",)) as app:
-        name = written("alpha.gguf")
+        name = f"alpha.gguf{tag}"
         answer = await signed(app, "model-delete", name, "/api/delete", {"model": name}, method="DELETE")
         assert needs_two(answer) and weights.exists(), answer.body
         both = ("alice", "bob")
@@ -335,10 +321,9 @@ async def test_the_tag_of_ollamas_lists_makes_no_other_model(tmp_path: Path, wri
 
 
 async def test_an_update_that_names_no_model_is_judged_by_the_one_that_is_meant(tmp_path: Path) -> None:
-    (tmp_path / "models").mkdir()
-    paths = [shutil.copy(tiny(name), tmp_path / "models" / f"{name}.gguf") for name in ("alpha", "beta")]
-    served = {"served": {**tiny_config(Path(paths[0])), "versions": {}, "aliases": ["prod"]}}
-    body = {"model_repo_id": str(paths[1])}
+    served = served_alpha(tmp_path)
+    served["served"]["aliases"] = ["prod"]
+    body = {"model_repo_id": str(shutil.copy(tiny("beta"), tmp_path / "models" / "beta.gguf"))}
     for guarded, is_guarded in (("served", True), ("PROD", True), ("other", False), ("beta.gguf", True)):
         async with guarding(tmp_path, guarded, operations=("model-update",), models=served) as app:
             for model, path in (
@@ -369,7 +354,6 @@ async def test_a_name_is_judged_by_the_file_that_an_order_has_chosen_for_it(hub:
 
 async def test_a_rule_for_a_size_of_whisper_is_one_for_its_repository(hub: StandinHub, tmp_path: Path) -> None:
     """On disk, and where it would be fetched."""
-    (tmp_path / "models").mkdir()
     put(tmp_path / "models" / "faster-whisper-tiny", tiny_ears("alpha speaks"))
     async with guarding(tmp_path, "whisper-tiny", "small") as app:
         for name in ("tiny", "faster-whisper-tiny", "systran/Faster-Whisper-small", "whisper-small"):

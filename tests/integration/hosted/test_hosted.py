@@ -173,18 +173,6 @@ async def test_a_worker_that_ends_again_and_again_is_told_as_the_cause_of_the_pa
         assert shown["last_error"]["message"] == refused.error["message"] and shown["retry_in_s"] > 0
 
 
-async def test_a_request_in_flight_is_answered_by_the_next_worker_if_it_had_no_byte_yet(tmp_path: Path) -> None:
-    async with hosting(tmp_path) as (app, _):
-        await chat(app, "alpha")
-        pid = worker_of(app, "alpha")
-        os.kill(pid, signal.SIGSTOP)
-        waiting = asyncio.create_task(chat(app, "alpha"))
-        await until(lambda: app.loop.scheduler.state.grants, "the request is granted")
-        os.kill(pid, signal.SIGKILL)
-        assert (await waiting).status == 200
-        await at_rest(app)
-
-
 @pytest.mark.slow
 async def test_a_worker_that_stands_still_is_ended_and_its_models_are_served_by_the_next(tmp_path: Path) -> None:
     async with hosting(tmp_path, worker_timeouts(look_every_s=0.1, answer_s=3.0)) as (app, _):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ from greenroom.runtime.memory.devices import HOST, WORKER_GPU_MIB
 from greenroom.runtime.memory.readings import THIS_MACHINE
 from tests.harness import gateway, write_config
 from tests.integration.hosted_rig import Folder, move, nothing_left, tier, until_in, worker_of
-from tests.integration.memory.test_gpu_probe import get, stranger
-from tests.integration.raw import chat
-from tests.integration.sharing_rig import described, grown_up, in_store, sharing, taking
+from tests.integration.memory.test_gpu_probe import stranger
+from tests.integration.raw import chat, http
+from tests.integration.sharing_rig import described, in_store, sharing, taking
 from tests.integration.sharing_rig import sections as shared_sections
-from tests.redis_server import RedisServer, redis_server
+from tests.redis_server import RedisServer
 from tests.standins import fake_gpu
 from tests.waiting import until
 
@@ -73,7 +73,7 @@ async def test_each_slot_of_a_process_is_seen_with_its_own_and_the_rest_is_the_w
         await until(lambda: (seen(app, "alpha"), seen(app, "beta")) == (2_000, 1_000), "each is seen")
         await until(lambda: app.memory_watch.last.shares.own_mib.get(A) == 700, "the worker's own is seen")
         assert foreign(app) == 0, "it is within what is set aside"
-        status = await get(app, "/api/v1/gpus")
+        status = (await http(app, "GET", "/api/v1/gpus")).json()
         assert status["gpus"][0]["strangers"] == [] and status["gpus"][0]["used_mib"] == 3_700
         await move(app, MoveKind.SLEEP, "alpha")
         assert app.loop.scheduler.state.ledger.held_by(slot_of(app, "alpha")).keys() == {HOST}
@@ -154,12 +154,6 @@ async def test_a_request_waits_for_a_foreign_process_that_took_the_memory_of_a_s
             await until(lambda: list(app.loop.scheduler.state.waitlist), "the request waits")
             assert tier(app, "alpha") is Tier.ASLEEP and folder.events() == ["open"]
         assert (await waiting).status == 200
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    with redis_server(tmp_path / "redis") as server:
-        yield grown_up(server)
 
 
 @pytest.fixture

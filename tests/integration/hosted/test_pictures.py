@@ -14,11 +14,12 @@ import pytest
 import pytest_asyncio
 
 from greenroom.app import App
-from tests.harness import fake, gateway, url
+from tests.harness import fake, gateway
 from tests.integration.jobs.test_jobs import ended, post, result, submit
 from tests.integration.raw import Answer, Raw, http, request_bytes
 from tests.later import Later
-from tests.waiting import PATIENCE_S, until
+from tests.samples.sounds import FORM, form
+from tests.waiting import until
 
 openai = Later("openai")
 
@@ -38,10 +39,7 @@ def asking(*pictures: bytes, **more: Any) -> dict[str, Any]:
     return {"model": "m", "prompt": "a", "response_format": "url", "data": [coded(one) for one in pictures], **more}
 
 
-def form(*fields: tuple[str, str]) -> tuple[bytes, dict[str, str]]:
-    parts = [f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n' for name, value in fields]
-    file = '--b\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\nxyz\r\n--b--\r\n'
-    return ("".join(parts) + file).encode(), {"Content-Type": "multipart/form-data; boundary=b"}
+EDIT = form([("model", "m"), ("prompt", "a"), ("response_format", "url")], b"xyz", name="image")
 
 
 async def urls(app: App, body: dict[str, Any], path: str = GENERATIONS) -> list[str]:
@@ -106,8 +104,7 @@ async def test_other_fields_and_an_engines_own_urls_stay(app: App) -> None:
 
 
 async def test_edits_are_forms(app: App) -> None:
-    body, kind = form(("model", "m"), ("prompt", "a"), ("response_format", "url"))
-    answer = await http(app, "POST", EDITS, body=body, headers=kind)
+    answer = await http(app, "POST", EDITS, body=EDIT, headers=FORM)
     assert answer.status == 200, answer.body
     assert answer.json()["sizes"]["response_format"] == len("b64_json")
     [item] = answer.json()["data"]
@@ -125,8 +122,7 @@ async def test_jobs_results_hold_urls(app: App) -> None:
     [item] = (await result(app, job)).json()["data"]
     assert item["url"].startswith("http://localhost/v1/images/")
     assert (await fetch(app, item["url"])).body == PNG
-    body, kind = form(("model", "m"), ("prompt", "a"), ("response_format", "url"))
-    taken = await post(app, EDITS, body, kind | {"Prefer": "respond-async", "Host": "127.0.0.1:99"})
+    taken = await post(app, EDITS, EDIT, FORM | {"Prefer": "respond-async", "Host": "127.0.0.1:99"})
     await ended(app, taken.json()["id"])
     [item] = (await result(app, taken.json()["id"])).json()["data"]
     assert item["url"].startswith("http://127.0.0.1:99/v1/images/")
@@ -261,25 +257,3 @@ async def test_result_of_a_job_can_do_nothing_in_a_browser(tmp_path: Path) -> No
         assert (kept.headers["content-type"], b"<script>" in kept.body) == ("text/html", True)
         assert kept.headers["x-content-type-options"] == "nosniff"
         assert kept.headers["content-security-policy"].startswith("sandbox")
-
-
-# --- the official client --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("as_url", [True, False])
-async def test_openai_client(app: App, as_url: bool) -> None:
-    async with openai.AsyncOpenAI(
-        base_url=url(app) + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
-    ) as client:
-        how: Any = "url" if as_url else "b64_json"
-        made = await client.images.generate(model="m", prompt="a", n=2, size="512x512", response_format=how)
-        edited = await client.images.edit(model="m", prompt="a", image=("a.png", PNG), response_format=how)
-        assert made.data is not None and edited.data is not None
-        assert (len(made.data), len(edited.data)) == (2, 1)
-        for item in (*made.data, *edited.data):
-            if as_url:
-                assert item.b64_json is None and item.url is not None
-                assert item.url.startswith(url(app))
-                assert (await fetch(app, item.url)).headers["content-type"] == "image/png"
-            else:
-                assert item.url is None and item.b64_json is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import shutil
 import sys
@@ -110,8 +109,3 @@ async def spoken_s(app: App) -> float:
     text = (await http(app, "GET", "/metrics")).body.decode()
     sums = (line for line in text.splitlines() if line.startswith("greenroom_audio_seconds_sum"))
     return sum(float(line.rpartition(" ")[2]) for line in sums if 'route="speech"' in line)
-
-
-async def test_many_speak_at_once(client: openai.AsyncOpenAI) -> None:
-    said = await asyncio.gather(*(wav(client, f"Number {number}.") for number in range(6)))
-    assert len({samples for _, samples in said}) == 6

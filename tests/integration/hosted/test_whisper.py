@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,14 @@ import pytest_asyncio
 
 from greenroom.app import App
 from tests.harness import gateway
-from tests.integration import orders
-from tests.integration.facts import at_rest
+from tests.integration import facts
+from tests.integration.facts import at_rest, over
 from tests.integration.raw import Answer, http
 from tests.later import Later
 from tests.library.hub_cache import folder_files, put
 from tests.models import tiny_ears
 from tests.samples.sounds import FORM, form, heard, noise
-from tests.standins.standin_hub import standin_hub
-from tests.waiting import until
+from tests.standins.standin_hub import StandinHub
 
 openai = Later("openai")
 
@@ -100,17 +97,6 @@ async def test_verbose_json_has_segments_or_words_as_asked(client: openai.AsyncO
 
 
 @pytest.mark.slow
-async def test_stream_tells_each_segment_and_then_all(client: openai.AsyncOpenAI) -> None:
-    events = [
-        event async for event in await client.audio.transcriptions.create(model="alpha", file=file(), stream=True)
-    ]
-    *deltas, done = events
-    assert [event.type for event in deltas] == ["transcript.text.delta"] * 4
-    assert "".join(event.delta for event in deltas if event.type == "transcript.text.delta") == SAID
-    assert done.type == "transcript.text.done" and done.text == SAID
-
-
-@pytest.mark.slow
 async def test_translation(client: openai.AsyncOpenAI) -> None:
     assert (await client.audio.translations.create(model="alpha", file=file())).text == SAID
     told = await client.audio.translations.create(model="alpha", file=file(), response_format="verbose_json")
@@ -159,9 +145,7 @@ async def test_size_that_is_not_there_says_how_to_get_it(app: App) -> None:
         ((b"",), {}, "file"),
         ((), {}, "file"),
         ((SOUND, SOUND), {}, "file"),
-        ((SOUND,), {"response_format": "mp3"}, "response_format"),
         ((SOUND,), {"response_format": "srt", "stream": "true"}, "response_format"),
-        ((SOUND,), {"language": "klingon"}, "language"),
         ((SOUND,), {"temperature": "1.5"}, "temperature"),
         ((SOUND,), {"temperature": "nan"}, "temperature"),
         ((SOUND,), {"temperature": "warm"}, "temperature"),
@@ -226,7 +210,7 @@ async def counted(app: App) -> dict[str, float]:
 
 
 async def test_order_to_sleep_is_the_gateways_alone(app: App) -> None:
-    await orders.order(app, "load", "alpha")
+    await facts.order(app, "load", "alpha")
     for path in ("/control/sleep", "/control/wake", "//control/sleep"):
         refused = await http(app, "POST", f"/upstream/alpha{path}", body=b"")
         assert refused.status == 403, refused.body
@@ -234,31 +218,19 @@ async def test_order_to_sleep_is_the_gateways_alone(app: App) -> None:
 
 
 @pytest.mark.slow
-async def test_a_size_names_its_model_on_disk_or_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("HF_")]:
-        monkeypatch.delenv(name)
-    (tmp_path / "models").mkdir()
+async def test_a_size_names_its_model_on_disk_or_on_the_hub(hub: StandinHub, tmp_path: Path) -> None:
     put(tmp_path / "models" / "faster-whisper-tiny", tiny_ears("alpha speaks"))
-    with standin_hub() as hub:
-        files = folder_files(tiny_ears("alpha speaks"))
-        hub.repos["Systran/faster-whisper-small"] = {
-            name: one if isinstance(one, bytes) else one.read_bytes() for name, one in files.items()
-        }
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        async with gateway(tmp_path, {}, library={"roots": [str(tmp_path / "models")], "download": True}) as app:
-            for name in ("whisper-tiny", "small"):
-                taken = await http(app, "POST", "/v1/models/load", {"modelId": name})
-                assert taken.status == 202, taken.body
-                told: dict[str, Any] = {}
-
-                async def is_over(task: str, told: dict[str, Any]) -> bool:
-                    told.update((await http(app, "GET", f"/v1/models/load/{task}")).json())
-                    return told["status"] != "loading"
-
-                await until(partial(is_over, taken.json()["taskId"], told))
-                assert told["status"] == "completed", told
-            # By either name, and the size alone where it is on disk.
-            for name in ("whisper-small", "small", "Systran/faster-whisper-small", "tiny"):
-                answer = await sent(app, SOUND, model=name)
-                assert answer.status == 200 and answer.json()["text"] == SAID, answer.body
+    files = folder_files(tiny_ears("alpha speaks"))
+    hub.repos["Systran/faster-whisper-small"] = {
+        name: one if isinstance(one, bytes) else one.read_bytes() for name, one in files.items()
+    }
+    async with gateway(tmp_path, {}, library={"roots": [str(tmp_path / "models")], "download": True}) as app:
+        for name in ("whisper-tiny", "small"):
+            taken = await http(app, "POST", "/v1/models/load", {"modelId": name})
+            assert taken.status == 202, taken.body
+            told = await over(app, f"/v1/models/load/{taken.json()['taskId']}")
+            assert told["status"] == "completed", told
+        # By either name, and the size alone where it is on disk.
+        for name in ("whisper-small", "small", "Systran/faster-whisper-small", "tiny"):
+            answer = await sent(app, SOUND, model=name)
+            assert answer.status == 200 and answer.json()["text"] == SAID, answer.body

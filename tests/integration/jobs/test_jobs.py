@@ -15,15 +15,14 @@ from greenroom.app import App
 from greenroom.features.jobs.jobs import HANDED_OVER_MAX
 from tests.full_disk import full_disk
 from tests.harness import fake, gateway
-from tests.integration.facts import Journal, is_ready
-from tests.integration.operating.test_reload import edit
+from tests.integration.facts import OVER, Journal, edit, is_ready, over
 from tests.integration.raw import CHAT, Answer, Raw, http, request_bytes
+from tests.samples.sounds import FORM, form
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 JOBS = "/v1/jobs"
-OVER = ("done", "failed", "cancelled")
 COUNTED = {"metrics_aliases": "runner-api"}
 KEYS = [
     {"name": "ann", "key": "ann-key"},
@@ -68,12 +67,8 @@ async def job(app: App, id: str, by: Mapping[str, str] | None = None) -> dict[st
     return found
 
 
-async def ended(app: App, id: str) -> dict[str, Any]:
-    async def is_over() -> bool:
-        return (await job(app, id))["status"] in OVER
-
-    await until(is_over, f"{id} is over")
-    return await job(app, id)
+async def ended(app: App, id: str, by: Mapping[str, str] | None = None) -> dict[str, Any]:
+    return await over(app, f"{JOBS}/{id}", by)
 
 
 async def status_of(app: App, id: str, by: Mapping[str, str] | None = None) -> str:
@@ -140,14 +135,7 @@ async def test_a_stream_is_kept_as_collected(tmp_path: Path) -> None:
 
 async def test_a_form_is_a_job_by_its_own_route(app: App) -> None:
     path = "/v1/audio/transcriptions"
-    form = (
-        b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n'
-        b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
-        + b"x" * 300_000
-        + b"\r\n--b--\r\n"
-    )
-    kind = {"Content-Type": "multipart/form-data; boundary=b", "Prefer": "respond-async"}
-    answer = await post(app, path, form, kind)
+    answer = await post(app, path, form([("model", "m")], b"x" * 300_000), FORM | {"Prefer": "respond-async"})
     assert answer.status == 202, answer.body
     assert (await ended(app, answer.json()["id"]))["status"] == "done"
     assert (await result(app, answer.json()["id"])).json()["sizes"] == {"model": 1, "file": 300_000}
@@ -168,13 +156,10 @@ FORMS = [
 
 
 async def test_forms_that_lack_a_field_are_no_jobs(tmp_path: Path) -> None:
-    kind = {"Content-Type": "multipart/form-data; boundary=b"}
     async with gateway(tmp_path, {"m": fake("m")}) as app:
         for path, sent, missing in FORMS:
-            parts = (f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\nm\r\n' for name in sent)
-            form = ("".join(parts) + "--b--\r\n").encode()
-            for headers in (kind, kind | {"Prefer": "respond-async"}):
-                refused = await post(app, path, form, headers)
+            for headers in (FORM, FORM | {"Prefer": "respond-async"}):
+                refused = await post(app, path, form([(name, "m") for name in sent]), headers)
                 assert (refused.status, refused.error["param"]) == (400, missing), (path, sent, refused.body)
         assert not app.slots.live, "nothing was started"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import resource
 import signal
 import socket
@@ -22,8 +21,6 @@ from typing import Any
 import pytest
 
 from greenroom.app import App
-from greenroom.config import loader
-from greenroom.errors import StateDirBusy
 from tests.harness import GatewayProcess, fake, gateway, url, write_config
 from tests.integration.facts import is_ready
 from tests.integration.raw import Answer, http
@@ -39,23 +36,18 @@ LONG = {"ttl_s": 3_600}
 PAUSED_TTL_S = 4
 
 
-def call(method: str, address: str, body: Any = None, key: str | None = None) -> tuple[int, Any]:
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    content = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(address, content, headers, method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.loads(answer.read() or b"null")
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
-
-
-async def ask(app: App, method: str, path: str, body: Any = None, key: str | None = None) -> tuple[int, Any]:
-    return await asyncio.to_thread(call, method, url(app) + path, body, key)
-
-
 def chat(model: str) -> dict[str, Any]:
     return {"model": model, "messages": [{"role": "user", "content": "hello"}]}
+
+
+async def calling(gate: GatewayProcess, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    status, _, said = await asyncio.to_thread(gate.call, method, path, body)
+    return status, said
+
+
+async def ask(app: App, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    answer = await http(app, method, path, body)
+    return answer.status, answer.json()
 
 
 TRAINER = """
@@ -149,7 +141,7 @@ async def test_a_gateway_that_is_killed_knows_its_leases_when_it_is_back(tmp_pat
     config = write_config(tmp_path, models, server={"port": free_port()})
     gate = GatewayProcess(tmp_path, config)
     try:
-        await asyncio.to_thread(call, "POST", f"{gate.url}/api/v1/models/a/unload", {"force": True})
+        await calling(gate, "POST", "/api/v1/models/a/unload", {"force": True})
         with trainer(gate.url, 8_000) as training, trainer(gate.url, 1_000) as doomed:
             said = await training.says()
             assert (await doomed.says())[0] == "holds"
@@ -157,55 +149,43 @@ async def test_a_gateway_that_is_killed_knows_its_leases_when_it_is_back(tmp_pat
             doomed.process.kill()
             doomed.process.wait()
             gate = GatewayProcess(tmp_path, config)
-            _, shown = await asyncio.to_thread(call, "GET", gate.url + PATH)
+            _, shown = await calling(gate, "GET", PATH)
             programs = [one for one in shown["leases"] if one["kind"] == "program"]
             assert [(one["name"], one["token"]) for one in programs] == [("train", int(said[1]))]
             # The pinned model, which is wanted from the start, has not taken the trainer's memory.
-            _, status = await asyncio.to_thread(call, "GET", f"{gate.url}/api/v1/status")
+            _, status = await calling(gate, "GET", "/api/v1/status")
             assert [model["tier"] for model in status["models"]] == ["cold"]
-            renewed, lease = await asyncio.to_thread(
-                call, "POST", f"{gate.url}{PATH}/{programs[0]['id']}/renew", {"token": int(said[1])}
-            )
+            renewed, lease = await calling(gate, "POST", f"{PATH}/{programs[0]['id']}/renew", {"token": int(said[1])})
             assert renewed == 200 and training.process.poll() is None
-            status_code, new = await asyncio.to_thread(call, "POST", gate.url + PATH, {**LONG, "mib": 100})
+            status_code, new = await calling(gate, "POST", PATH, {**LONG, "mib": 100})
             assert status_code == 201 and new["token"] > lease["token"]
     finally:
         gate.kill()
         assert gate.nothing_left()
 
 
-async def test_a_second_gateway_on_the_same_state_is_refused_and_gives_nothing_away(tmp_path: Path) -> None:
-    async with gateway(tmp_path, {}) as app:
-        _, lease = await ask(app, "POST", PATH, {**LONG, "mib": 8_000, "id": "x", "pid": os.getpid()})
-        journal = (tmp_path / "state" / "leases.jsonl").read_bytes()
-        with pytest.raises(StateDirBusy):
-            await App.start(loader.load(tmp_path / "greenroom.yaml").config)
-        assert (tmp_path / "state" / "leases.jsonl").read_bytes() == journal
-        assert (await ask(app, "POST", f"{PATH}/x/renew", {"token": lease["token"]}))[0] == 200
-
-
 async def test_a_disk_that_takes_no_more_costs_new_leases_and_nothing_else(tmp_path: Path) -> None:
     config = write_config(tmp_path, {"a": fake("a", memory_mib=1_000)})
     gate = GatewayProcess(tmp_path, config)
     try:
-        _, lease = await asyncio.to_thread(call, "POST", gate.url + PATH, {**LONG, "mib": 2_000, "id": "x"})
-        assert (await asyncio.to_thread(call, "POST", f"{gate.url}/api/v1/models/a/load"))[0] == 200
+        _, lease = await calling(gate, "POST", PATH, {**LONG, "mib": 2_000, "id": "x"})
+        assert (await calling(gate, "POST", "/api/v1/models/a/load"))[0] == 200
         pid, size = gate.process.pid, (tmp_path / "state" / "leases.jsonl").stat().st_size
         _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size + 5, most))
-        status, denied = await asyncio.to_thread(call, "POST", gate.url + PATH, {**LONG, "mib": 2_000, "id": "y"})
+        status, denied = await calling(gate, "POST", PATH, {**LONG, "mib": 2_000, "id": "y"})
         assert (status, denied["error"]["code"]) == (503, "lease_denied")
         assert "cannot be written down" in denied["error"]["message"]
-        renewed, _ = await asyncio.to_thread(call, "POST", f"{gate.url}{PATH}/x/renew", {"token": lease["token"]})
-        answered, _ = await asyncio.to_thread(call, "POST", f"{gate.url}/v1/chat/completions", chat("a"))
+        renewed, _ = await calling(gate, "POST", f"{PATH}/x/renew", {"token": lease["token"]})
+        answered, _ = await calling(gate, "POST", "/v1/chat/completions", chat("a"))
         assert (renewed, answered) == (200, 200)
         # An end that could not be written is written with the next grant.
-        assert (await asyncio.to_thread(call, "DELETE", f"{gate.url}{PATH}/x"))[0] == 204
+        assert (await calling(gate, "DELETE", f"{PATH}/x"))[0] == 204
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, most))
-        assert (await asyncio.to_thread(call, "POST", gate.url + PATH, {**LONG, "mib": 8_000, "id": "z"}))[0] == 201
+        assert (await calling(gate, "POST", PATH, {**LONG, "mib": 8_000, "id": "z"}))[0] == 201
         gate.kill()
         gate = GatewayProcess(tmp_path, config)
-        _, shown = await asyncio.to_thread(call, "GET", gate.url + PATH)
+        _, shown = await calling(gate, "GET", PATH)
         assert [one["id"] for one in shown["leases"]] == ["z"]
     finally:
         gate.kill()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from tests.integration.sharing_rig import (
     HOST,
     A,
     described,
-    grown_up,
     in_store,
     others,
     sections,
@@ -27,7 +25,7 @@ from tests.integration.sharing_rig import (
     store_is_down,
     taking,
 )
-from tests.redis_server import RedisServer, redis_server
+from tests.redis_server import RedisServer
 from tests.standins import fake_gpu
 from tests.waiting import until
 
@@ -36,12 +34,6 @@ pytestmark = pytest.mark.slow
 # Leases do not lapse in tests that look for what happens at once.
 LONG_TTL_S = 600.0
 AT_ONCE_S = 20.0
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    with redis_server(tmp_path / "redis") as server:
-        yield grown_up(server)
 
 
 async def refused_at_once(app: App, model: str) -> None:

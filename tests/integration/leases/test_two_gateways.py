@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from tests.integration.facts import is_ready, pids
 from tests.integration.leases.trainer import trainer
 from tests.integration.leases.two_gateways_chaos import ANSWERS, WAITS, Chaos
 from tests.integration.raw import chat, http
-from tests.integration.sharing_rig import HOST, A, B, described, grown_up, in_store, others, sharing, taking
+from tests.integration.sharing_rig import HOST, A, B, described, in_store, others, sharing, taking
 from tests.redis_server import RedisServer, redis_server
 from tests.waiting import until
 
@@ -60,12 +60,6 @@ async def until_true(look: Callable[[], Awaitable[dict[str, Any]]], is_so: Calla
 
     await until(looked, lambda: seen)
     return seen
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    with redis_server(tmp_path / "redis") as server:
-        yield grown_up(server)
 
 
 async def test_a_model_is_a_lease_that_the_other_gateway_plans_around(tmp_path: Path, redis: RedisServer) -> None:

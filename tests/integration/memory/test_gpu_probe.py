@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
 import subprocess
 import sys
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,8 @@ from greenroom.app import App
 from greenroom.config import loader
 from greenroom.core.model import DeviceId, ModelId
 from greenroom.errors import ConfigError
-from tests.harness import fake, gateway, tiny, url, write_config
+from tests.harness import fake, gateway, tiny, write_config
+from tests.integration.raw import chat, http
 from tests.models import tiny as tiny_model
 from tests.standins import fake_gpu
 from tests.waiting import until
@@ -54,37 +52,16 @@ def stranger(file: Path, mib: int) -> Iterator[int]:
         process.kill()
 
 
-async def get(app: App, path: str) -> Any:
-    def ask() -> Any:
-        with urllib.request.urlopen(url(app) + path, timeout=60) as answer:
-            return json.load(answer)
-
-    return await asyncio.to_thread(ask)
-
-
-async def ask(app: App, model: str) -> str:
-    body = {"model": model, "messages": [{"role": "user", "content": "hello"}]}
-
-    def post() -> str:
-        request = urllib.request.Request(
-            url(app) + "/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return str(json.load(answer)["choices"][0]["message"]["content"])
-
-    return await asyncio.to_thread(post)
-
-
 def foreign(app: App, device: str) -> int:
     return app.loop.scheduler.state.ledger.foreign.get(DeviceId(device), 0)
 
 
 async def test_an_engine_is_seen_on_the_gpu_it_was_given_and_its_memory_comes_back(gpus: Path) -> None:
     async with on(gpus, {"m": on_gpu("m", gpus, 3_000, devices=["gpu1"])}) as app:
-        assert "m" in await ask(app, "m")
+        assert "m" in (await chat(app, "m")).text
         (slot,) = app.loop.scheduler.state.slots.values()
         await until(lambda: app.memory_watch.seen_of(slot.id) == {B: 3_000}, "the engine is seen")
-        shown = await get(app, "/api/v1/gpus")
+        shown = (await http(app, "GET", "/api/v1/gpus")).json()
         first, second = shown["gpus"]
         assert (first["id"], first["used_mib"], first["holders"]) == (A, 0, [])
         assert (second["id"], second["used_mib"], second["foreign_mib"], second["strangers"]) == (B, 3_000, 0, [])
@@ -99,7 +76,7 @@ async def test_what_grows_beyond_its_claim_counts_as_it_is(gpus: Path) -> None:
     growing = on_gpu("m", gpus, 1_000)
     growing["cmd"] += ["--gpu-grow-mib", "500"]
     async with on(gpus, {"m": growing}) as app:
-        assert "m" in await ask(app, "m")
+        assert "m" in (await chat(app, "m")).text
         (slot,) = app.loop.scheduler.state.slots.values()
         (device,) = slot.claim
         await until(lambda: app.memory_watch.peak_of(slot.id) == {device: 1_500}, "the growth is seen")
@@ -114,7 +91,7 @@ async def test_strangers_at_the_start_are_avoided_and_named(gpus: Path, capsys: 
             await until(lambda: len(app.slots.live) == 1, "the model is loaded")
             (slot,) = app.loop.scheduler.state.slots.values()
             assert list(slot.claim) == [B]
-            (one,) = (await get(app, "/api/v1/gpus"))["gpus"][0]["strangers"]
+            (one,) = (await http(app, "GET", "/api/v1/gpus")).json()["gpus"][0]["strangers"]
             assert (one["pid"], one["used_mib"]) == (pid, 8_000)
             assert one["name"]
     assert f"pid={pid}" in capsys.readouterr().err
@@ -124,17 +101,17 @@ async def test_where_pids_are_hidden_what_is_used_beyond_claims_is_foreign(gpus:
     fake_gpu.describe(gpus, fake_gpu.gpu(A, 10_000, 700), pids_visible=False)
     async with on(gpus, {"m": on_gpu("m", gpus, 3_000)}) as app:
         assert foreign(app, A) == 700
-        assert "m" in await ask(app, "m")
+        assert "m" in (await chat(app, "m")).text
         await until(lambda: app.memory_watch.last.reading.gpus[0].used_mib == 3_700, "the engine is seen")
         await app.memory_watch.look_now()
         assert foreign(app, A) == 700
-        assert (await get(app, "/api/v1/status"))["probe"]["pids_visible"] is False
+        assert (await http(app, "GET", "/api/v1/status")).json()["probe"]["pids_visible"] is False
 
 
 async def test_an_engine_that_cannot_use_the_gpu_is_told(gpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As llama.cpp of the package index, which is built for the CPU alone."""
     async with on(gpus, {"alpha": tiny(tiny_model("alpha"), memory_mib=None)}) as app:
-        assert (await ask(app, "alpha")).strip() == "alpha says hello"
+        assert (await chat(app, "alpha")).text.strip() == "alpha says hello"
         record = app.loop.scheduler.view.models[ModelId("alpha")]
         await until(lambda: not record.need.gpu_mib, "it was measured")
     assert " model computes on the CPU model=alpha planned_gpu_mib=" in capsys.readouterr().err
@@ -145,10 +122,10 @@ async def test_a_probe_that_begins_to_fail_stops_no_request(gpus: Path, capsys: 
         whole = gpus.read_text()
         gpus.write_text("broken")
         await until(lambda: app.memory_watch.failure is not None, "the failure is noticed")
-        assert "does not describe GPUs" in (await get(app, "/api/v1/status"))["probe"]["failure"]
+        assert "does not describe GPUs" in (await http(app, "GET", "/api/v1/status")).json()["probe"]["failure"]
         gpus.write_text(whole)
         await until(lambda: app.memory_watch.failure is None, "it recovers")
-        assert "m" in await ask(app, "m")
+        assert "m" in (await chat(app, "m")).text
     assert "can be looked at again" in capsys.readouterr().err
 
 

@@ -14,6 +14,7 @@ from greenroom.core.model import ModelId
 from tests.harness import fake, gateway
 from tests.integration.facts import Journal
 from tests.integration.raw import Answer, Raw, asking, chat, http
+from tests.samples.sounds import FORM, form
 from tests.waiting import until
 
 
@@ -75,12 +76,9 @@ async def test_operator_bounds_what_callers_say(tmp_path: Path) -> None:
 
 async def test_form_may_say_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    parts = {"model": "m", "keep_alive": "2m", "language": "en", "file": "x"}
-    head = '--b\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
-    body = ("".join(head % part for part in parts.items()) + "--b--\r\n").encode()
+    body = form([("model", "m"), ("keep_alive", "2m"), ("language", "en")], b"x")
     async with gateway(tmp_path, {"m": fake("m", *journal.switches)}) as app:
-        headers = {"Content-Type": "multipart/form-data; boundary=b"}
-        answer = await http(app, "POST", "/v1/audio/transcriptions", body=body, headers=headers)
+        answer = await http(app, "POST", "/v1/audio/transcriptions", body=body, headers=FORM)
         assert answer.status == 200, answer.body
         assert "keep_alive" not in answer.json()["fields"] and "language" in answer.json()["fields"]
         assert keep_alive_s(app) == 120.0
@@ -214,13 +212,6 @@ async def test_of_an_engine_that_does_not_tell_nothing_is_made_up(tmp_path: Path
     loaded_ms, ready_ms = (int(one.headers["x-queue-wait-ms"]) for one in (answer, gone))
     assert gone.status >= 400 and 0 <= ready_ms < loaded_ms, "only the first waited for its model"
     assert (remembered.json()["cached_tokens"], remembered.json()["gpu_time_ms"]) == (None, None)
-
-
-async def test_cache_headers_are_not_sent_to_an_engine_without_a_cache(tmp_path: Path) -> None:
-    journal = tmp_path / "journal"
-    async with gateway(tmp_path, {"a": fake("a", "--journal", str(journal), "--record")}) as app:
-        await chat(app, "a", headers={"X-Cache-Tag": "secret-tag", "X-Tenant-ID": "lab"})
-    assert "secret-tag" not in journal.read_text() and "x-tenant-id" not in journal.read_text().lower()
 
 
 async def test_a_models_file_is_read_ahead_while_its_caller_waits(

@@ -18,9 +18,8 @@ from greenroom.app import App
 from greenroom.core.model import DeviceId, ModelId, MoveKind
 from greenroom.runtime.timeouts import TIMEOUTS
 from tests.harness import FAKE_ENGINE, fake, gateway, served
-from tests.integration.facts import Journal, at_rest, is_loading
+from tests.integration.facts import Journal, at_rest, is_loading, pid_of, view
 from tests.integration.faults import is_alive
-from tests.integration.orders import pid_of, view
 from tests.integration.raw import chat, http
 from tests.standins import fake_gpu
 from tests.waiting import until

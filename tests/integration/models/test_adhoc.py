@@ -11,16 +11,21 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-import yaml
 
 from greenroom.app import App
+from greenroom.config.diff import diff
+from greenroom.core.model import Need
+from greenroom.errors import ModelNotFound
 from greenroom.library.library import Library
+from greenroom.runtime.adhoc_model import ModelOptions
+from greenroom.runtime.memory.needs import MeasuredModel
 from tests.harness import gateway, tiny, url
+from tests.integration.facts import edit
 from tests.integration.raw import CHAT, Answer, http
 from tests.later import Later
 from tests.models import tiny as tiny_model
 from tests.models import tiny_hf
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 openai = Later("openai")
 
@@ -220,10 +225,8 @@ async def test_a_reload_keeps_them_and_a_configured_model_takes_its_name_over(ap
     shutil.copy(tiny_model("alpha"), shelf / "models" / "mine.gguf")
     assert "gamma says" in text(await say(app, "org/gamma"))
     assert "alpha says" in text(await say(app, "mine.gguf"))
-    file = shelf / "greenroom.yaml"
-    whole = yaml.safe_load(file.read_text())
-    whole["models"]["mine.gguf"] = tiny(shelf / "models" / "beta" / "beta-Q8_0.gguf")
-    file.write_text(yaml.safe_dump(whole))
+    other = tiny(shelf / "models" / "beta" / "beta-Q8_0.gguf")
+    edit(shelf, lambda whole: whole["models"].update({"mine.gguf": other}))
     await app.reload()
     assert "org/gamma" in adhoc(app) and "mine.gguf" not in adhoc(app)
     assert "gamma says" in text(await say(app, "org/gamma"))
@@ -278,3 +281,148 @@ async def test_a_model_whose_files_are_gone_leaves_the_list_once_it_is_not_in_me
     await until(lambda: "passing.gguf" not in adhoc(app))
     missing = await say(app, "passing.gguf")
     assert missing.status == 404 and "`greenroom models`" in missing.error["message"]
+
+
+# --- callers that mean no good, or all at once ------------------------------------------------------------------------
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def low_shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("abuse")
+    (folder / "models").mkdir()
+    (folder / "more").mkdir()
+    for name in ("alpha", "beta"):
+        shutil.copy(tiny_model(name), folder / "models" / f"{name}.gguf")
+    shutil.copy(tiny_model("delta"), folder / "models" / "new\nline.gguf")
+    shutil.copy(tiny_model("gamma"), folder / "more" / "gamma.gguf")
+    return folder
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def abused(low_shelf: Path) -> AsyncIterator[App]:
+    library = {"roots": [str(low_shelf / "models"), str(low_shelf / "more")], "adhoc_models_max": 2}
+    async with gateway(low_shelf, {"configured": tiny(low_shelf / "models" / "alpha.gguf")}, library=library) as abused:
+        yield abused
+
+
+async def say_here(abused: App, model: str, **more: Any) -> Answer:
+    body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, **more}
+    return await http(abused, "POST", CHAT, body)
+
+
+@pytest.mark.parametrize("layers", ["--1", "-", "", "-+1", "1" * 5_000, "²"])
+async def test_words_that_are_no_number_of_layers_are_refused(abused: App, layers: str) -> None:
+    answer = await say_here(abused, "beta.gguf", n_gpu_layers=layers)
+    assert (answer.status, answer.error["param"]) == (400, "n_gpu_layers")
+
+
+async def test_many_at_once_are_answered_or_told_that_there_are_too_many(abused: App) -> None:
+    asked = [say_here(abused, f"{'beta' if n % 2 else 'alpha'}.gguf", n_gpu_layers=n % 9) for n in range(60)]
+    answers = await asyncio.gather(*asked)
+    assert {answer.status for answer in answers} <= {200, 503}
+    assert any(answer.status == 200 for answer in answers)
+
+
+@pytest.mark.slow
+async def test_nothing_is_kept_of_models_that_are_forgotten(abused: App) -> None:
+    for layers in range(6):
+        assert (await say_here(abused, "beta.gguf", n_gpu_layers=layers)).status == 200
+    for layers in range(100, 200):
+        await abused.resolver.named("beta.gguf", ModelOptions(n_gpu_layers=layers))
+    await until(lambda: len(abused.loop.scheduler.view.slots) <= 2)
+    known = {entry.id for entry in abused.catalog}
+    assert len(known) == 3
+    assert abused.slots._logs.keys() | abused.mover.failures.keys() | abused.catalog._revisions.keys() <= known
+    await abused.learned.write()
+    assert abused.learned._identities.keys() <= known
+    assert len(abused.inference._reader._rewrites) <= 2 * len(known) + 1
+
+
+async def test_an_id_has_no_control_characters_whatever_the_file_is_called(abused: App) -> None:
+    assert "delta says" in (await say_here(abused, "new\nline.gguf", backend="llamacpp")).body.decode()
+    assert all(entry.public_id.isprintable() for entry in abused.catalog)
+
+
+async def test_a_file_that_is_gone_is_not_found_and_one_that_came_in_its_place_is_served(
+    abused: App, low_shelf: Path
+) -> None:
+    repository = low_shelf / "models" / "models--org--name"
+    for commit, name in (("a" * 40, "alpha"), ("b" * 40, "beta")):
+        folder = repository / "snapshots" / commit
+        folder.mkdir(parents=True)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / "main").write_text(commit)
+        shutil.copy(tiny_model(name), folder / "model.gguf")
+        await abused.library.refresh()
+        assert f"{name} says" in (await say_here(abused, "org/name")).body.decode(), "an update is served"
+    shutil.rmtree(repository)
+    await abused.library.refresh()
+    assert "beta says" in (await say_here(abused, "org/name")).body.decode(), "what is in memory serves on"
+    assert (await http(abused, "POST", "/v1/models/unload", {"modelId": "org/name"})).status == 200
+    assert (await say_here(abused, "org/name")).status == 404
+
+
+def slow_look(abused: App, monkeypatch: pytest.MonkeyPatch, meanwhile: asyncio.Event) -> asyncio.Event:
+    """The next look at a model's files waits until `meanwhile` is set. Returns what tells that it waits."""
+    loop, looks, need_of = asyncio.get_running_loop(), asyncio.Event(), abused.catalog.needs.need_of
+
+    def slow(model: MeasuredModel) -> tuple[Need, str]:
+        need = need_of(model)
+        monkeypatch.setattr(abused.catalog.needs, "need_of", need_of)
+        loop.call_soon_threadsafe(looks.set)
+        asyncio.run_coroutine_threadsafe(meanwhile.wait(), loop).result(PATIENCE_S)
+        return need
+
+    monkeypatch.setattr(abused.catalog.needs, "need_of", slow)
+    return looks
+
+
+async def test_a_model_configured_during_a_look_keeps_its_name(
+    abused: App, low_shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(tiny_model("alpha"), low_shelf / "models" / "mine.gguf")
+    meanwhile = asyncio.Event()
+    looks = slow_look(abused, monkeypatch, meanwhile)
+    asked = asyncio.create_task(abused.resolver.named(str(low_shelf / "models" / "mine.gguf")))
+    await asyncio.wait_for(looks.wait(), PATIENCE_S)
+    edit(low_shelf, lambda whole: whole["models"].update({"mine.gguf": tiny(low_shelf / "more" / "gamma.gguf")}))
+    await abused.reload()
+    meanwhile.set()
+    found = await asked
+    configured = abused.catalog.find("mine.gguf")
+    assert configured is not None and not configured.is_adhoc
+    assert found.is_adhoc and found.public_id != "mine.gguf"
+
+
+async def test_a_root_removed_during_a_look_serves_no_more(
+    abused: App, low_shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meanwhile = asyncio.Event()
+    looks = slow_look(abused, monkeypatch, meanwhile)
+    asked = asyncio.create_task(abused.resolver.named("gamma.gguf"))
+    await asyncio.wait_for(looks.wait(), PATIENCE_S)
+    edit(low_shelf, lambda whole: whole["library"].update({"roots": [str(low_shelf / "models")]}))
+    await abused.reload()
+    meanwhile.set()
+    with pytest.raises(ModelNotFound):
+        await asked
+    assert abused.catalog.find("gamma.gguf") is None
+
+
+async def test_a_model_that_leaves_while_a_reload_reads_files_stays_away(abused: App) -> None:
+    await abused.resolver.named("beta.gguf")
+    draft = abused.catalog.draft(abused.config, diff(abused.config, abused.config))
+    for layers in range(300, 303):
+        await abused.resolver.named("beta.gguf", ModelOptions(n_gpu_layers=layers))
+    abused.catalog.take(draft)
+    assert sum(entry.is_adhoc for entry in abused.catalog) == 2
+
+
+async def test_a_load_never_makes_the_model_itself_leave(abused: App) -> None:
+    assert (await say_here(abused, "beta.gguf")).status == 200
+    (slot,) = abused.loop.scheduler.view.slots_of((await abused.resolver.named("beta.gguf")).id)
+    body = {"modelId": "beta.gguf", "evictModel": "./beta.gguf"}
+    answer = await http(abused, "POST", "/v1/models/load", body)
+    assert answer.status == 202
+    await until(lambda: abused.loads.get(answer.json()["taskId"]).status.is_over)
+    assert [slot.id] == [one.id for one in abused.loop.scheduler.view.slots_of(slot.model)]

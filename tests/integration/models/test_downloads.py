@@ -8,8 +8,6 @@ import json
 import os
 import random
 import signal
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,12 @@ import pytest
 from greenroom.app import App
 from greenroom.dialects.ollama.requests import tagged
 from greenroom.features.library.downloads import LOST_MAX
-from tests.harness import GatewayProcess, fake, gateway, gateway_process, url
+from tests.harness import fake, gateway, gateway_process, url
+from tests.integration.facts import OVER, over
 from tests.integration.raw import http
 from tests.later import Later
 from tests.models import tiny
-from tests.standins.standin_hub import StandinHub, standin_hub
+from tests.standins.standin_hub import StandinHub
 from tests.waiting import until, until_now
 
 ollama = Later("ollama")
@@ -31,19 +30,12 @@ DOWNLOADS = "/v1/models/download"
 REPO = "org/name"
 TOKEN = "hf_verysecretindeed"
 FILES = {"model.safetensors": random.Random(1).randbytes(400_000), "config.json": b"{}", "pytorch_model.bin": b"pickle"}
-OVER = ("completed", "failed", "cancelled")
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandinHub]:
-    with standin_hub() as hub:
-        hub.repos[REPO] = dict(FILES)
-        for name in [name for name in os.environ if name.startswith("HF_")] + ["TRANSFORMERS_CACHE"]:
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        (tmp_path / "models").mkdir()
-        yield hub
+def hub(hub: StandinHub) -> StandinHub:
+    hub.repos[REPO] = dict(FILES)
+    return hub
 
 
 def options(tmp_path: Path, **library: Any) -> dict[str, Any]:
@@ -69,11 +61,7 @@ async def shown(app: App, id: str) -> dict[str, Any]:
 
 
 async def ended(app: App, id: str) -> dict[str, Any]:
-    async def is_over() -> bool:
-        return (await shown(app, id))["status"] in OVER
-
-    await until(is_over, f"{id} is over")
-    return await shown(app, id)
+    return await over(app, f"{DOWNLOADS}/{id}")
 
 
 async def begun(app: App, id: str, size: int = 10_000) -> None:
@@ -264,18 +252,12 @@ async def test_what_is_completed_is_found_by_its_id(hub: StandinHub, tmp_path: P
 
 @pytest.mark.slow
 def test_a_killed_gateway_takes_its_programs_along_and_the_next_goes_on(hub: StandinHub, tmp_path: Path) -> None:
-    def asked(gate: GatewayProcess, method: str, path: str, body: Any = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(gate.url + path, data, {"Content-Type": "application/json"}, method=method)
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.load(answer)
-
     data = random.Random(2).randbytes(3_000_000)
     hub.repos[REPO], hub.faults.drip_s = {"model.safetensors": data}, 0.01
     sections, id = options(tmp_path), ""
     for _ in range(4):
         with gateway_process(tmp_path, {"m": fake("m")}, **sections) as gate:
-            id = id or asked(gate, "POST", DOWNLOADS, {"model": REPO})["job_id"]
+            id = id or gate.call("POST", DOWNLOADS, {"model": REPO})[2]["job_id"]
             sent = hub.sent
             until_now(lambda sent=sent: hub.sent > sent + 50_000, "bytes come")
             [pid] = fetchers(gate.process.pid)
@@ -284,8 +266,8 @@ def test_a_killed_gateway_takes_its_programs_along_and_the_next_goes_on(hub: Sta
     hub.faults.drip_s = 0.0
     with gateway_process(tmp_path, {"m": fake("m")}, **sections) as gate:
         path = f"{DOWNLOADS}/{id}"
-        until_now(lambda: asked(gate, "GET", path)["status"] in OVER, "it is over")
-        done = asked(gate, "GET", path)
+        until_now(lambda: gate.call("GET", path)[2]["status"] in OVER, "it is over")
+        done = gate.call("GET", path)[2]
         assert done["status"] == "completed", done
         assert Path(done["destination"], "model.safetensors").read_bytes() == data
     # Each kill loses what was on its way, never what was here.

@@ -14,8 +14,7 @@ import pytest
 from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
 from tests.harness import FAKE_ENGINE, gateway, served, tiny
-from tests.integration.facts import Journal
-from tests.integration.orders import view
+from tests.integration.facts import Journal, view
 from tests.integration.raw import chat, http
 from tests.models import tiny as tiny_gguf
 from tests.models import tiny as tiny_model

@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from greenroom.app import App
 from tests.harness import gateway, tiny
+from tests.integration.facts import over
 from tests.integration.faults import first_events
 from tests.integration.raw import CHAT, Answer, Raw, http, request_bytes
 from tests.models import tiny as tiny_model
@@ -87,11 +88,7 @@ async def ordered(app: App, name: str, **order: Any) -> dict[str, Any]:
 
 
 async def ended(app: App, taken: Answer) -> dict[str, Any]:
-    said: dict[str, Any] = {"status": "loading"}
-    while said["status"] == "loading":
-        said = (await ask(app, "GET", taken.headers["location"])).json()
-        await asyncio.sleep(0.02)
-    return said
+    return await over(app, taken.headers["location"], {"authorization": f"Bearer {ADMIN}"})
 
 
 async def unloaded(app: App, name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from greenroom.app import App
 from tests.harness import fake, gateway
 from tests.integration.facts import Journal, at_rest, is_ready
 from tests.integration.raw import Answer, chat, http
+from tests.samples.sounds import FORM, form
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -262,10 +263,8 @@ async def test_orders_for_a_task_are_told_its_models(gate: Gate) -> None:
 
 
 async def test_a_form_may_name_a_task(gate: Gate) -> None:
-    form = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nwarm\r\n'
-    form += b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFF\r\n--b--\r\n'
-    headers = {"Authorization": f"Bearer {KEYS[0]['key']}", "Content-Type": "multipart/form-data; boundary=b"}
-    answer = await http(gate.app, "POST", "/v1/audio/transcriptions", body=form, headers=headers)
+    body, headers = form([("model", "warm")], b"RIFF"), {"Authorization": f"Bearer {KEYS[0]['key']}", **FORM}
+    answer = await http(gate.app, "POST", "/v1/audio/transcriptions", body=body, headers=headers)
     assert answer.status == 200 and answer.headers["x-model"] == "small", answer.body
 
 

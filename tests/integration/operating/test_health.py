@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 
 from greenroom.app import App
+from greenroom.config import loader
+from greenroom.config.diff import Changes
+from greenroom.config.part import Apply, Part
+from greenroom.config.schema import Config
 from greenroom.errors import ConfigError
-from tests.harness import fake, gateway
+from tests.harness import fake, gateway, write_config
+from tests.integration.facts import edit
 from tests.integration.raw import Answer, asking, chat, http
 from tests.integration.versions.test_versions import models, options
 from tests.ports import free_port
@@ -147,3 +152,42 @@ async def test_requests_that_come_during_the_start_are_answered_by_the_promised_
     async with gateway(tmp_path, models(tmp_path), server={"port": port}, **options(tmp_path)):
         async with asyncio.timeout(PATIENCE_S):
             assert await asyncio.gather(*callers) == [(200, "1")] * CALLERS
+
+
+# --- what one part refuses, none does ---------------------------------------------------------------------------------
+
+
+class Refusing(Part):
+    """The last that is asked: all others have drafted what they would do."""
+
+    async def draft(self, new: Config, changes: Changes) -> Apply:
+        raise ConfigError("not this one")
+
+
+async def test_a_configuration_that_one_part_refuses_changes_no_other(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"a": fake("a")}) as app:
+        before, parts = app.config, app.parts
+        edit(tmp_path, lambda said: said["models"].update(b=fake("b")))
+        edit(tmp_path, lambda said: said["server"].update(api_keys=[{"name": "me", "key": "secret"}]))
+        app.parts = (*parts, Refusing())
+        with pytest.raises(ConfigError, match="not this one"):
+            await app.reload()
+        assert app.config is before and app.catalog.find("b") is None
+        assert (await chat(app, "nowhere")).status == 404, "no key is asked for"
+        app.parts = parts
+        await app.reload()
+        assert app.catalog.find("b") is not None
+        assert (await chat(app, "nowhere")).status == 401
+
+
+async def test_a_part_that_does_not_open_leaves_none_open(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    path = write_config(tmp_path, {"a": fake("a")}, server={"port": port, "record_events": str(tmp_path)})
+    with pytest.raises(OSError):
+        await App.start(loader.load(path).config, path)
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+    # The state directory is free, too.
+    async with gateway(tmp_path, {"a": fake("a")}) as app:
+        assert (await chat(app, "nowhere")).status == 404

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind, Need
@@ -20,23 +19,15 @@ from greenroom.process import proc
 from greenroom.runtime.catalogue import Entry
 from greenroom.runtime.memory.needs import MeasuredModel
 from greenroom.runtime.timeouts import Timeouts
-from tests.config.test_plugins import install
 from tests.harness import fake, gateway
-from tests.integration.facts import Journal, at_rest, counters, is_loading, pids
+from tests.integration.facts import Journal, at_rest, counters, edit, is_loading, pids
+from tests.integration.faults import rest_of
 from tests.integration.raw import Answer, Raw, asking, chat, http
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
 
 LONG: dict[str, Any] = {"stream": True, "tokens": 60, "token_s": 0.02}
-
-
-def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the configuration file."""
-    path = folder / "greenroom.yaml"
-    said = yaml.safe_load(path.read_text())
-    change(said)
-    path.write_text(yaml.safe_dump(said))
 
 
 def put(name: str, model: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
@@ -47,32 +38,12 @@ def drop(name: str) -> Callable[[dict[str, Any]], None]:
     return lambda said: said["models"].pop(name)
 
 
-class Stream:
+async def streaming(app: App, model: str, **more: Any) -> Raw:
     """A long answer under way."""
-
-    def __init__(self, raw: Raw, status: int, headers: dict[str, str]) -> None:
-        self._raw, self._status, self._headers = raw, status, headers
-
-    @classmethod
-    async def begin(cls, app: App, model: str, **more: Any) -> Stream:
-        raw = await Raw.open(app)
-        raw.ask(asking(model, **{**LONG, **more}))
-        status, headers = await raw.head()
-        return cls(raw, status, headers)
-
-    def leave(self) -> None:
-        self._raw.leave()
-
-    async def end(self) -> Answer:
-        answer = await self._raw.rest(self._status, self._headers)
-        self._raw.leave()
-        return answer
-
-
-def said(answer: Answer) -> str:
-    assert answer.whole
-    assert answer.data[-1] == "[DONE]"
-    return "".join(event["choices"][0]["delta"].get("content", "") for event in answer.data[:-1])
+    raw = await Raw.open(app)
+    raw.ask(asking(model, **{**LONG, **more}))
+    assert (await raw.head())[0] == 200
+    return raw
 
 
 def is_alive(pid: int) -> bool:
@@ -84,14 +55,14 @@ def is_alive(pid: int) -> bool:
 
 async def test_unchanged_model_keeps_its_process_and_its_running_answer(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"kept": fake("kept"), "other": fake("other")}) as app:
-        stream = await Stream.begin(app, "kept")
+        stream = await streaming(app, "kept")
         before = pids(app, "kept")
         edit(tmp_path, put("other", fake("other", "--tokens", "2")))
         edit(tmp_path, put("new", fake("new")))
         answer = await http(app, "POST", "/api/v1/reload")
         assert (answer.status, answer.json()["changed"], answer.json()["added"]) == (200, ["other"], ["new"])
         assert pids(app, "kept") == before
-        assert said(await stream.end()).startswith("kept 1 2")
+        assert (await rest_of(stream)).text.startswith("kept 1 2")
         assert (await chat(app, "other")).text == "other 1"
         assert (await chat(app, "new")).text == "new 1 2 3"
         assert pids(app, "kept") == before
@@ -99,7 +70,7 @@ async def test_unchanged_model_keeps_its_process_and_its_running_answer(tmp_path
 
 async def test_changed_model_drains_beside_its_successor(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"edited": fake("first")}) as app:
-        stream = await Stream.begin(app, "edited", token_s=0.1)
+        stream = await streaming(app, "edited", token_s=0.1)
         (old,) = pids(app, "edited")
         edit(tmp_path, put("edited", fake("second")))
         changes = await app.reload()
@@ -107,7 +78,7 @@ async def test_changed_model_drains_beside_its_successor(tmp_path: Path) -> None
         # The new one serves while the old one still answers.
         assert (await chat(app, "edited")).text == "second 1 2 3"
         assert is_alive(old)
-        assert said(await stream.end()).startswith("first 1 2")
+        assert (await rest_of(stream)).text.startswith("first 1 2")
         await until(lambda: not is_alive(old), "the old engine is gone")
         assert len(pids(app, "edited")) == 1
 
@@ -115,11 +86,11 @@ async def test_changed_model_drains_beside_its_successor(tmp_path: Path) -> None
 async def test_changed_model_that_does_not_fit_beside_itself_waits_for_its_own_leaving(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     async with gateway(tmp_path, {"edited": fake("first", *journal.switches)}, budget_mib=150) as app:
-        stream = await Stream.begin(app, "edited", tokens=20)
+        stream = await streaming(app, "edited", tokens=20)
         edit(tmp_path, put("edited", fake("second", *journal.switches)))
         await app.reload()
-        answer, old = await asyncio.gather(chat(app, "edited"), stream.end())
-        assert (answer.text, said(old)[:7]) == ("second 1 2 3", "first 1")
+        answer, old = await asyncio.gather(chat(app, "edited"), rest_of(stream))
+        assert (answer.text, old.text[:7]) == ("second 1 2 3", "first 1")
     assert [line["name"] for line in journal.lines("start", "term")] == ["first", "first", "second", "second"]
 
 
@@ -137,7 +108,7 @@ async def test_load_of_a_changed_model_is_not_waited_for(tmp_path: Path) -> None
 async def test_removed_model_is_not_found_and_its_process_goes(tmp_path: Path) -> None:
     models = {"kept": fake("kept"), "gone": fake("gone", concurrency=1), "cold": fake("cold", "--load-s", "60")}
     async with gateway(tmp_path, models) as app:
-        stream = await Stream.begin(app, "gone", tokens=20)
+        stream = await streaming(app, "gone", tokens=20)
         (old,) = pids(app, "gone")
         waiting = [asyncio.create_task(chat(app, model)) for model in ("gone", "cold")]
         await until(lambda: counters(app)["waiting"] == 2, "one waits for each")
@@ -146,7 +117,7 @@ async def test_removed_model_is_not_found_and_its_process_goes(tmp_path: Path) -
         assert (await app.reload()).removed == ("cold", "gone")
         for answer in (*await asyncio.gather(*waiting), await chat(app, "gone")):
             assert (answer.status, answer.error["code"]) == (404, "model_not_found")
-        assert said(await stream.end()).startswith("gone 1 2"), "what runs may finish"
+        assert (await rest_of(stream)).text.startswith("gone 1 2"), "what runs may finish"
         await until(lambda: not is_alive(old) and not app.loop.scheduler.state.slots, "both are gone")
         assert (await http(app, "GET", "/api/v1/models/gone/logs")).status == 404
         await at_rest(app)
@@ -154,13 +125,13 @@ async def test_removed_model_is_not_found_and_its_process_goes(tmp_path: Path) -
 
 async def test_relabelled_model_keeps_its_process(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"model": fake("model")}) as app:
-        stream = await Stream.begin(app, "model", tokens=20)
+        stream = await streaming(app, "model", tokens=20)
         before = pids(app, "model")
         edit(tmp_path, put("model", fake("model", aliases=["also"], use_model_name="inside", description="new words")))
         assert (await app.reload()).relabelled == ("model",)
         assert (await chat(app, "also")).text == "model 1 2 3"
         assert (await http(app, "GET", "/v1/models/also")).json()["description"] == "new words"
-        assert said(await stream.end()).startswith("model 1 2")
+        assert (await rest_of(stream)).text.startswith("model 1 2")
         assert pids(app, "model") == before
         edit(tmp_path, put("model", fake("model")))
         await app.reload()
@@ -203,7 +174,7 @@ BAD_FILES = {
 
 async def test_file_that_cannot_be_used_changes_nothing_and_says_where(tmp_path: Path) -> None:
     async with gateway(tmp_path, {"model": fake("model")}) as app:
-        stream = await Stream.begin(app, "model")
+        stream = await streaming(app, "model")
         config, before, path = app.config, pids(app, "model"), tmp_path / "greenroom.yaml"
         for what, content in BAD_FILES.items():
             path.write_bytes(content)
@@ -216,24 +187,8 @@ async def test_file_that_cannot_be_used_changes_nothing_and_says_where(tmp_path:
         path.unlink()
         with pytest.raises(ConfigError, match=r"greenroom\.yaml"):
             await app.reload()
-        assert said(await stream.end()).startswith("model 1 2")
+        assert (await rest_of(stream)).text.startswith("model 1 2")
         assert (await chat(app, "model")).text == "model 1 2 3"
-
-
-async def test_engine_package_that_does_not_load_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = tmp_path / "site"
-    site.mkdir()
-    monkeypatch.syspath_prepend(str(site))
-    install(site, "[greenroom.engines]\nkiln = acme_kiln:Kiln\n", acme_kiln="raise RuntimeError('too hot')\n")
-    async with gateway(tmp_path, {"one": fake("one")}) as app:
-        edit(tmp_path, put("two", {"engine": "kiln"}))
-        answer = await http(app, "POST", "/api/v1/reload")
-        assert (answer.status, answer.error["code"]) == (422, "invalid_config")
-        assert "'kiln' of acme_kiln:Kiln does not load: too hot" in answer.error["message"]
-        assert list(app.config.models) == ["one"]
-        assert (await chat(app, "one")).status == 200
 
 
 async def test_reload_that_breaks_half_way_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +231,7 @@ async def test_50_reloads_of_good_and_truncated_files_under_load_leave_everythin
     async with gateway(tmp_path, models) as app:
         assert (await chat(app, "steady")).status == 200
         before = pids(app, "steady")
-        stream = await Stream.begin(app, "steady", tokens=100_000, token_s=0.01)
+        stream = await streaming(app, "steady", tokens=100_000, token_s=0.01)
         load = Load(app)
         refused = await reload_often(app, tmp_path)
         answers = await load.stop()

@@ -12,5 +12,6 @@ from tests.standins.standin_provider import KEY, Provider, provider
 @pytest_asyncio.fixture
 async def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Provider]:
     monkeypatch.setenv("STANDIN_KEY", KEY)
+    monkeypatch.delenv("MODEL_BOSS_ALLOW_CLOUD_FALLBACK", raising=False)
     async with provider(tmp_path) as one:
         yield one

@@ -15,7 +15,7 @@ from greenroom.app import App
 from tests.harness import fake, gateway
 from tests.integration.facts import Journal, is_ready
 from tests.integration.raw import Answer, chat, http
-from tests.standins.standin_provider import KEY, Provider, long_before_midnight, provider
+from tests.standins.standin_provider import Provider, long_before_midnight
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
@@ -28,14 +28,6 @@ TASKS = {
     "cloud-only": {"candidates": ["cloud"]},
     "promised": {"candidates": ["broken", "promises"]},
 }
-
-
-@pytest_asyncio.fixture
-async def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Provider]:
-    monkeypatch.setenv("STANDIN_KEY", KEY)
-    monkeypatch.delenv("MODEL_BOSS_ALLOW_CLOUD_FALLBACK", raising=False)
-    async with provider(tmp_path) as one:
-        yield one
 
 
 @pytest_asyncio.fixture
@@ -88,31 +80,28 @@ CONFIG, REMOTES = "/api/v1/config", "/api/v1/remotes"
 
 
 async def test_the_switch_is_kept_and_never_blocks_a_model_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    there: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("STANDIN_KEY", KEY)
     await long_before_midnight()
-    monkeypatch.delenv("MODEL_BOSS_ALLOW_CLOUD_FALLBACK", raising=False)
-    async with provider(tmp_path) as there:
-        models = {"cloud": {"remote": "acme", "use_model_name": "large"}}
-        remotes = {"acme": there.remote(cost={"input": 1000, "output": 5000}, budget_per_day=50)}
-        async with gateway(tmp_path, models, remotes=remotes) as app:
-            assert (await http(app, "GET", CONFIG)).json() == {"allowCloudFallback": True}
-            for wrong in ({"allowCloudFallback": "false"}, {"allowCloudFallback": 0}, {}, {"allow": False}, [False]):
-                assert (await http(app, "PUT", CONFIG, wrong)).status == 400
-            more = {"allowCloudFallback": False, "port": 1}
-            assert (await http(app, "PUT", CONFIG, more)).status == 400
-            answer = await http(app, "PUT", CONFIG, {"allowCloudFallback": False})
-            assert (answer.status, answer.json()) == (200, {"allowCloudFallback": False})
-        monkeypatch.setenv("MODEL_BOSS_ALLOW_CLOUD_FALLBACK", "true")
-        async with gateway(tmp_path, models, remotes=remotes) as app:
-            assert (await http(app, "GET", CONFIG)).json() == {"allowCloudFallback": False}
-            for name in ("cloud", "acme:large"):
-                assert (await chat(app, name, max_tokens=1)).status == 200
-            await until(lambda: round(app.spending.spent("acme"), 6) == 4.0, "both are settled")
-            (told,) = (await http(app, "GET", REMOTES)).json()["remotes"]
-            spent = {"spent_today": 4.0, "budget_per_day": 50.0, "problem": None}
-            assert told == {"name": "acme", "provider": "compatible", **spent}
+    models = {"cloud": {"remote": "acme", "use_model_name": "large"}}
+    remotes = {"acme": there.remote(cost={"input": 1000, "output": 5000}, budget_per_day=50)}
+    off: dict[str, Any] = {"allowCloudFallback": False}
+    async with gateway(tmp_path, models, remotes=remotes) as app:
+        assert (await http(app, "GET", CONFIG)).json() == {"allowCloudFallback": True}
+        for wrong in ({"allowCloudFallback": "false"}, {"allowCloudFallback": 0}, {}, {"allow": False}, [False]):
+            assert (await http(app, "PUT", CONFIG, wrong)).status == 400
+        assert (await http(app, "PUT", CONFIG, {**off, "port": 1})).status == 400
+        answer = await http(app, "PUT", CONFIG, off)
+        assert (answer.status, answer.json()) == (200, off)
+    monkeypatch.setenv("MODEL_BOSS_ALLOW_CLOUD_FALLBACK", "true")
+    async with gateway(tmp_path, models, remotes=remotes) as app:
+        assert (await http(app, "GET", CONFIG)).json() == off
+        for name in ("cloud", "acme:large"):
+            assert (await chat(app, name, max_tokens=1)).status == 200
+        await until(lambda: round(app.spending.spent("acme"), 6) == 4.0, "both are settled")
+        (told,) = (await http(app, "GET", REMOTES)).json()["remotes"]
+        spent = {"spent_today": 4.0, "budget_per_day": 50.0, "problem": None}
+        assert told == {"name": "acme", "provider": "compatible", **spent}
 
 
 CLOUD: dict[str, Any] = {"engine": "remote", "remote": "acme", "use_model_name": "acme-large"}

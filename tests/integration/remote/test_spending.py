@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from greenroom.app import App
 from tests.harness import gateway, write_config
 from tests.integration.raw import Answer, chat, http
 from tests.redis_server import redis_server
-from tests.standins.standin_provider import KEY, Provider, long_before_midnight, provider
+from tests.samples.sounds import FORM, form
+from tests.standins.standin_provider import Provider, long_before_midnight
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio
@@ -25,12 +25,9 @@ pytestmark = pytest.mark.asyncio
 COST = {"input": 1000.0, "output": 5000.0}
 
 
-@pytest_asyncio.fixture
-async def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Provider]:
-    monkeypatch.setenv("STANDIN_KEY", KEY)
+@pytest_asyncio.fixture(autouse=True)
+async def _early() -> None:
     await long_before_midnight()
-    async with provider(tmp_path) as one:
-        yield one
 
 
 def options(there: Provider, **keys: Any) -> dict[str, Any]:
@@ -168,15 +165,11 @@ async def test_pictures_cost_what_the_provider_says_under_its_newer_names(there:
 
 async def test_a_form_for_several_pictures_is_entered_with_all_of_them(there: Provider, tmp_path: Path) -> None:
     async with gateway(tmp_path, **options(there, budget_per_day=12.0)) as app:
-        fields = {"model": "cloud", "prompt": "a cat", "n": "3"}
-        parts = [f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{fields[name]}' for name in fields]
-        parts.append('--b\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\nPNG\r\n--b--\r\n')
-        headers = {"Content-Type": "multipart/form-data; boundary=b"}
-        refused = await http(app, "POST", "/v1/images/edits", body="\r\n".join(parts).encode(), headers=headers)
+        fields = [("model", "cloud"), ("prompt", "a cat"), ("n", "3")]
+        body, twice = form(fields, b"PNG", name="image"), form([*fields, ("n", "1")], b"PNG", name="image")
+        refused = await http(app, "POST", "/v1/images/edits", body=body, headers=FORM)
         assert refused.status == 429 and "this request may cost 15" in refused.error["message"], refused.body
-        parts[2] = parts[2][:-1] + "1"
-        twice = "\r\n".join([parts[2], *parts]).encode()
-        assert (await http(app, "POST", "/v1/images/edits", body=twice, headers=headers)).status == 400
+        assert (await http(app, "POST", "/v1/images/edits", body=twice, headers=FORM)).status == 400
         assert not there.calls
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +14,11 @@ import pytest_asyncio
 
 from greenroom.app import App
 from tests.harness import fake, gateway, tiny, url
-from tests.integration.raw import CHAT, Raw, asking, request_bytes
+from tests.integration.raw import CHAT, Raw, asking, http, request_bytes
 from tests.later import Later
 from tests.models import tiny as tiny_model
 from tests.models import tiny_embedding
+from tests.standins import odd_heads_engine
 from tests.standins.standin_provider import KEY, provider
 from tests.waiting import PATIENCE_S
 
@@ -149,3 +152,18 @@ async def test_refusals_are_counted_as_errors_of_their_tenant(app: App) -> None:
     assert statuses == [400, 404, 200, 429]
     after = await errors("alpha", ""), await errors("unknown", ""), await errors("unknown", "lab")
     assert [now - then for now, then in zip(after, before, strict=True)] == [1, 1, 1]
+
+
+ENGINE = [sys.executable, "-I", "-S", odd_heads_engine.__file__, "--port", "${PORT}"]
+OURS = {"content-type", "content-length", "date", "etag", "x-request-id", "x-queue-wait-ms"}
+
+
+async def test_only_what_may_pass_of_an_engines_head_reaches_a_caller(tmp_path: Path) -> None:
+    async with gateway(tmp_path, {"odd": {"cmd": ENGINE, "memory_mib": 50}}) as app:
+        answer = await http(app, "GET", "/upstream/odd/cookies")
+        assert answer.status == 200 and {name.lower() for name in answer.headers} == OURS
+        assert answer.headers["content-type"] == "application/json" and answer.headers["etag"] == "kept"
+        assert answer.headers["x-request-id"].startswith("r-")
+        for name in sorted(odd_heads_engine.HEADS.keys() - {"cookies"}):
+            answer = await http(app, "GET", f"/upstream/odd/{name}")
+            assert (answer.status, answer.error["code"]) == (502, "engine_lost"), name

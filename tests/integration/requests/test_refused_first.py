@@ -14,6 +14,7 @@ from tests.harness import fake, gateway, tiny
 from tests.integration.facts import Journal, is_ready
 from tests.integration.raw import CHAT, http
 from tests.models import tiny as tiny_model
+from tests.samples.sounds import FORM, form
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -138,9 +139,7 @@ async def test_a_request_that_every_engine_refuses_moves_no_model(app: App, jour
         # Anthropic's and Ollama's errors have only their words.
         named = told["param"] == param if "param" in told else param in json.dumps(told)
         assert named, (path, body, told)
-    form = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nother\r\n--x--\r\n'
-    upload = {"Content-Type": "multipart/form-data; boundary=x"}
-    heard = await http(app, "POST", "/v1/audio/transcriptions", body=form, headers=upload)
+    heard = await http(app, "POST", "/v1/audio/transcriptions", body=form([("model", "other")]), headers=FORM)
     assert heard.status == 400 and "file" in heard.error["message"]
     assert is_ready(app, "here") and not is_ready(app, "real") and not journal.lines()
 

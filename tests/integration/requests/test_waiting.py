@@ -11,7 +11,7 @@ import pytest
 
 from tests.harness import fake, gateway
 from tests.integration.facts import Journal, at_rest, counters, is_loading
-from tests.integration.raw import Raw, asking, chat, http
+from tests.integration.raw import Answer, Raw, asking, chat, http
 from tests.waiting import until
 
 # Heartbeats soon and often, so that a test need not wait long for them.
@@ -62,13 +62,21 @@ async def test_heartbeats_go_on_until_the_first_data_and_not_beyond(tmp_path: Pa
     assert kinds == sorted(kinds), "a heartbeat came after the first data"
 
 
-@pytest.mark.parametrize("by", ["config", "header"])
-async def test_heartbeat_chunk_is_an_empty_piece_of_the_answer(tmp_path: Path, by: str) -> None:
-    server = {**QUICK, "heartbeat": "chunk" if by == "config" else "comment"}
-    headers = {"X-Heartbeat": "chunk"} if by == "header" else {}
+async def heard(tmp_path: Path, kind: str, by: str) -> Answer:
+    """The stream of a model that loads, with this kind of heartbeat by the configuration or the request."""
+    server = {**QUICK, "heartbeat": kind if by == "config" else "comment"}
+    headers = {"X-Heartbeat": kind} if by == "header" else {}
     async with gateway(tmp_path, {"slow": fake("slow", "--load-s", "0.8")}, server=server) as app:
         answer = await chat(app, "slow", stream=True, headers=headers)
+        # A kind that is none of the three is the caller's mistake.
+        assert (await chat(app, "slow", headers={"X-Heartbeat": "drum"})).status == 400
     assert not beats(answer.events)
+    return answer
+
+
+@pytest.mark.parametrize("by", ["config", "header"])
+async def test_heartbeat_chunk_is_an_empty_piece_of_the_answer(tmp_path: Path, by: str) -> None:
+    answer = await heard(tmp_path, "chunk", by)
     first = answer.data[0]
     assert (first["object"], first["model"]) == ("chat.completion.chunk", "slow")
     assert first["choices"] == [{"index": 0, "finish_reason": None, "delta": {}}]
@@ -77,23 +85,9 @@ async def test_heartbeat_chunk_is_an_empty_piece_of_the_answer(tmp_path: Path, b
 
 @pytest.mark.parametrize("by", ["config", "header"])
 async def test_heartbeat_off_sends_nothing_until_the_answer(tmp_path: Path, by: str) -> None:
-    server = {**QUICK, "heartbeat": "off" if by == "config" else "comment"}
-    headers = {"X-Heartbeat": "off"} if by == "header" else {}
-    async with gateway(tmp_path, {"slow": fake("slow", "--load-s", "0.8")}, server=server) as app:
-        answer = await chat(app, "slow", stream=True, headers=headers)
-        # A kind that is none of the three is the caller's mistake.
-        assert (await chat(app, "slow", headers={"X-Heartbeat": "drum"})).status == 400
+    answer = await heard(tmp_path, "off", by)
     assert answer.events[0].startswith("data: ")
     assert "x-queue-wait-ms" in answer.headers, "the engine's own head was passed on, not one of ours"
-
-
-async def test_failure_before_the_first_heartbeat_keeps_its_status(tmp_path: Path) -> None:
-    models = {"broken": fake("broken", "--crash-at", "load", "--load-s", "0.2")}
-    async with gateway(tmp_path, models) as app:
-        answer = await chat(app, "broken", stream=True)
-    assert answer.status == 503
-    assert answer.error["code"] == "model_load_failed"
-    assert "crashing as told" in answer.error["details"]
 
 
 async def test_failure_after_the_first_heartbeat_is_one_event_and_no_done(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.harness import fake, gateway
 from tests.integration.facts import Journal, at_rest
 from tests.integration.raw import Answer, Raw, asking, chat, http
+from tests.samples.sounds import FORM, form
 from tests.waiting import until
 
 QUICK = {"heartbeat_after_s": 0.2, "heartbeat_every_s": 0.2}
@@ -142,25 +143,17 @@ async def test_answer_within_its_budget_is_whole(tmp_path: Path) -> None:
 async def test_form_has_its_budget_in_a_field_or_the_header(tmp_path: Path) -> None:
     models = {"ear": fake("ear", "--hang", "serve")}
     async with gateway(tmp_path, models) as app:
-        for field, headers in ((b"0.4", {}), (b"60", {HEADER: "0.4"}), (None, {HEADER: "0.4"})):
-            answer = await form(app, field, headers)
+        for budget, headers in (
+            ([("x_budget_s", "0.4")], {}),
+            ([("x_budget_s", "60")], {HEADER: "0.4"}),
+            ([], {HEADER: "0.4"}),
+        ):
+            body = form([("model", "ear"), *budget], b"RIFF" * 10)
+            answer = await http(app, "POST", "/v1/audio/transcriptions", body=body, headers=FORM | headers)
             # The first may still be loading when its time is over; later ones are being answered.
             assert answer.status in (503, 504), answer.body
             await until(lambda: bool(app.slots.live), "loaded")
         assert answer.error["code"] == "budget_passed"
-
-
-async def form(app: Any, budget: bytes | None, headers: dict[str, str]) -> Answer:
-    fields = [(b'name="model"', b"ear"), (b'name="file"; filename="a.wav"', b"RIFF" * 10)]
-    if budget is not None:
-        fields.append((b'name="x_budget_s"', budget))
-    parts = b"".join(
-        b"--bound\r\nContent-Disposition: form-data; " + head + b"\r\n\r\n" + value + b"\r\n" for head, value in fields
-    )
-    kind = {"Content-Type": "multipart/form-data; boundary=bound"}
-    return await http(
-        app, "POST", "/v1/audio/transcriptions", body=parts + b"--bound--\r\n", headers={**kind, **headers}
-    )
 
 
 async def test_client_that_leaves_before_its_budget_is_over_leaves_no_timer(tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from greenroom.api.reports.snapshot import BUILD
-from greenroom.runtime.operations.files import OperationStatus
 from tests.harness import fake, gateway, tiny
-from tests.integration.facts import at_rest
+from tests.integration.facts import at_rest, edit, over
 from tests.integration.raw import CHAT, Answer, Raw, asking, chat, http, request_bytes
 from tests.models import tiny as tiny_model
 from tests.redis_server import redis_server
@@ -74,12 +73,8 @@ async def test_jobs_are_counted_and_wait_while_there_is_no_place(tmp_path: Path)
         made = [*submitted, later]
         assert [(answer.status, *rates(answer)[:2]) for answer in made] == [(202, 3, 2), (202, 3, 1), (202, 3, 0)]
         assert is_limited(await http(app, "POST", JOBS, order))
-
-        def is_done() -> bool:
-            rows = [app.jobs.get(answer.json()["id"]) for answer in made]
-            return all(row is not None and row.status is OperationStatus.DONE for row in rows)
-
-        await until(is_done, "every job is done")
+        for answer in made:
+            assert (await over(app, f"{JOBS}/{answer.json()['id']}"))["status"] == "done"
         assert (await http(app, "GET", JOBS)).status == 200, "looking at jobs is not counted"
 
 
@@ -96,9 +91,7 @@ async def test_a_reload_changes_limits_and_keeps_the_counts(tmp_path: Path) -> N
     async with gateway(tmp_path, {"m": fake("m")}, tenants={"default": {"requests_per_minute": 1}}) as app:
         assert not is_limited(await chat(app, "m"))
         assert is_limited(await chat(app, "m"))
-        path = app.path
-        assert path is not None
-        path.write_text(path.read_text().replace("requests_per_minute: 1", "requests_per_minute: 2"))
+        edit(tmp_path, lambda said: said["tenants"]["default"].update(requests_per_minute=2))
         assert "tenants" in (await app.reload()).at_once
         assert not is_limited(await chat(app, "m"))
         assert is_limited(await chat(app, "m"))

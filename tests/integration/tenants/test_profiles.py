@@ -19,7 +19,7 @@ from greenroom.http.request import Head
 from greenroom.serving.admitted import OUR_HEADERS
 from greenroom.serving.routes import MODEL_ROUTES
 from tests.harness import fake, gateway
-from tests.integration.facts import Journal
+from tests.integration.facts import Journal, over
 from tests.integration.raw import CHAT, Answer, http
 from tests.waiting import until
 
@@ -213,16 +213,9 @@ async def test_only_requests_for_text_are_changed_and_switches_are_for_chats(gat
 async def test_a_job_goes_by_the_profile(gate: Gate) -> None:
     accepted = await gate.post("team-a", asking(), Prefer="respond-async", X_Client_ID="bot-1")
     assert accepted.status == 202, accepted.body
-    job = accepted.json()["id"]
-
-    async def result() -> Answer:
-        return await gate.get("team-a", f"/v1/jobs/{job}/result")
-
-    async def is_done() -> bool:
-        return (await result()).status == 200
-
-    await until(is_done, "the job has ended")
-    assert (await result()).json()["model"] == "small"
+    path = f"/v1/jobs/{accepted.json()['id']}"
+    await over(gate.app, path, {"Authorization": "Bearer team-a-key"})
+    assert (await gate.get("team-a", f"{path}/result")).json()["model"] == "small"
     refused = await gate.post("team-a", asking("secret"), Prefer="respond-async")
     assert refused.status == 404
 

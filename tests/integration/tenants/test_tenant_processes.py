@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from greenroom.app import App
 from greenroom.errors import ConfigError
 from tests.harness import fake, gateway, served, tiny
-from tests.integration.facts import Journal
+from tests.integration.facts import Journal, edit
 from tests.integration.raw import Answer, chat, http
 from tests.models import tiny as tiny_gguf
 from tests.waiting import until
@@ -84,11 +83,8 @@ async def test_a_reload_changes_and_ends_instances_with_their_model(tmp_path: Pa
         await ask(app, "lab", "alpha")
         await ask(app, "lab", "beta")
         before = {live.entry.public_id: live.child.pid for live in app.slots.live.values()}
-        path = tmp_path / "greenroom.yaml"
-        config = yaml.safe_load(path.read_text())
-        config["models"]["alpha"]["description"] = "only words"
-        config["models"]["beta"]["cmd"] += ["--token-s", "0"]
-        path.write_text(yaml.safe_dump(config))
+        edit(tmp_path, lambda said: said["models"]["alpha"].update(description="only words"))
+        edit(tmp_path, lambda said: said["models"]["beta"]["cmd"].extend(["--token-s", "0"]))
         assert (await http(app, "POST", "/api/v1/reload", headers=told("ops"))).status == 200
         await ask(app, "lab", "alpha")
         await ask(app, "lab", "beta")
@@ -98,8 +94,7 @@ async def test_a_reload_changes_and_ends_instances_with_their_model(tmp_path: Pa
             return now["alpha"] == before["alpha"] and now["beta"] != before["beta"] and len(app.slots.live) == 2
 
         await until(is_new, "the changed one was replaced, the other not")
-        del config["models"]["beta"]
-        path.write_text(yaml.safe_dump(config))
+        edit(tmp_path, lambda said: said["models"].pop("beta"))
         assert (await http(app, "POST", "/api/v1/reload", headers=told("ops"))).status == 200
         await until(lambda: {live.entry.public_id for live in app.slots.live.values()} == {"alpha"}, "it has ended")
         assert not [entry.id for entry in app.catalog if entry.id.startswith("beta")]

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
 import pytest_asyncio
 
 from greenroom.app import App
 from tests.harness import GatewayProcess, fake, gateway, gateway_process, tiny
-from tests.integration.facts import at_rest
+from tests.integration.facts import at_rest, over
 from tests.integration.faults import dial, first_events, loaded
 from tests.integration.raw import CHAT, Answer, Raw, asking, chat, http
 from tests.models import tiny as tiny_model
@@ -152,11 +150,7 @@ async def test_a_job_is_counted_once(real: App) -> None:
     grown = await Grown.of(real, "hello")
     order = {"route": CHAT, "body": asking("hello", max_tokens=20)}
     made = (await http(real, "POST", "/v1/jobs", order)).json()
-
-    async def is_done() -> bool:
-        return bool((await http(real, "GET", f"/v1/jobs/{made['id']}")).json()["status"] == "done")
-
-    await until(is_done, "the job is done", every_s=0.05)
+    assert (await over(real, f"/v1/jobs/{made['id']}"))["status"] == "done"
     result = await http(real, "GET", f"/v1/jobs/{made['id']}/result")
     assert await grown.tokens() == told([result.json()])
     assert await grown.by("requests") == (1,)
@@ -271,11 +265,7 @@ async def test_a_job_that_waits_for_a_place_in_the_queue_is_counted_once(tmp_pat
             job = (await http(app, "POST", "/v1/jobs", {"route": CHAT, "body": asking("m", tokens=1)})).json()
             await until(lambda: any(one.error_code == "queue_full" for one in app.activity.recent(9)), "it is put back")
             assert [(await raw.answer()).status for raw in (first, second)] == [200, 200]
-
-        async def is_done() -> bool:
-            return bool((await http(app, "GET", f"/v1/jobs/{job['id']}")).json()["status"] == "done")
-
-        await until(is_done, "the job is done", every_s=0.05)
+        assert (await over(app, f"/v1/jobs/{job['id']}"))["status"] == "done"
         found = await total(app)
         assert (found["requests"], found["failed"]) == (4, 0)
 
@@ -320,9 +310,7 @@ async def test_usage_can_be_off(tmp_path: Path) -> None:
 
 
 def counted(gate: GatewayProcess) -> dict[str, Any]:
-    with urlopen(Request(f"{gate.url}/api/v1/usage?by=model"), timeout=60) as answer:
-        rows = json.load(answer)["rows"]
-    return {row["model"]: row for row in rows}
+    return {row["model"]: row for row in gate.call("GET", "/api/v1/usage?by=model")[2]["rows"]}
 
 
 async def asked(gate: GatewayProcess, model: str) -> Answer:

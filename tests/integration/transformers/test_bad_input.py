@@ -18,8 +18,7 @@ import pytest_asyncio
 
 from greenroom.app import App
 from tests.harness import gateway
-from tests.integration.facts import at_rest
-from tests.integration.orders import order, pid_of, view
+from tests.integration.facts import at_rest, order, pid_of, view
 from tests.integration.raw import Answer, chat
 from tests.integration.transformers.facts import held, memfds, says
 from tests.models import tiny_hf

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from greenroom.app import App
 from greenroom.core.model import ModelId, MoveKind
 from tests.harness import gateway, url
-from tests.integration import orders
+from tests.integration import facts
 from tests.integration.jobs.test_jobs import post
 from tests.integration.raw import http
 from tests.integration.transformers.facts import says
@@ -105,10 +105,10 @@ async def test_a_pipeline_and_a_writer_take_turns_in_workers_of_their_own(app: A
     first, pids = await painted(), set()
     for _ in range(3):
         assert "writer" in await says(app, "writer")
-        pids.add(await orders.pid_of(app, "writer"))
-        assert (await orders.view(app, "painter"))["tier"] == "asleep"
+        pids.add(await facts.pid_of(app, "writer"))
+        assert (await facts.view(app, "painter"))["tier"] == "asleep"
         assert await painted() == first
-        pids.add(await orders.pid_of(app, "painter"))
+        pids.add(await facts.pid_of(app, "painter"))
     assert len(pids) == 2, "each program has one worker, which lives on"
 
 

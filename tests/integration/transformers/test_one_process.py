@@ -9,15 +9,15 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from greenroom.app import App
-from tests.harness import gateway
-from tests.integration.facts import at_rest
-from tests.integration.faults import assert_ended_by, first_events, is_alive, rest_of
-from tests.integration.orders import order, pid_of, view
+from tests.harness import gateway, gateway_process
+from tests.integration.facts import at_rest, order, pid_of, view
+from tests.integration.faults import assert_ended_by, dial, first_events, is_alive, rest_of
 from tests.integration.raw import Raw, asking
 from tests.integration.transformers.facts import held, memfds, says
 from tests.models import tiny_hf
@@ -123,3 +123,17 @@ async def test_all_unloaded_hold_nothing(app: App) -> None:
         assert (await order(app, "unload", model, grace_s=0)).status == 200
     assert held(app) == {}
     assert len(before - memfds()) == len(models)
+
+
+async def test_gateway_killed_leaves_no_worker_and_its_successor_serves(tmp_path: Path) -> None:
+    models = {"alpha": hosted(tiny_hf("alpha")), "bravo": hosted(tiny_hf("bravo"))}
+    options = {"memory": {"spare_worker": False}}
+    for _ in range(2):
+        with gateway_process(tmp_path, models, **options) as gate:
+            for model in models:
+                async with await dial(gate.port) as raw:
+                    raw.ask(asking(model))
+                    answer = await raw.answer()
+                assert answer.status == 200 and model in answer.text
+            gate.kill()
+            assert gate.nothing_left()

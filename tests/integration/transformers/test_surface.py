@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from greenroom.app import App
+from greenroom.core.model import MoveKind
 from tests.harness import gateway
 from tests.integration.raw import Answer, http
+from tests.integration.tenants import test_tenants_timed as timed_tenants
+from tests.integration.tenants.test_tenants_timed import assert_nothing_is_left, assert_time_tells_nothing, prompt_of
 from tests.models import tiny_hf
 from tests.torch_python import hosted
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -105,3 +110,25 @@ async def test_sleep_and_prepare_bring_models_into_the_green_room_and_a_request_
     assert float(figures['greenroom_moves_total{kind="prepare",model="bravo",outcome="done"}']) == 1
     assert float(figures['greenroom_prepare_bytes_total{model="bravo"}']) > 0
     assert float(figures['greenroom_worker_starts_total{purpose="needed"}']) >= 1
+
+
+# --- time tells no tenant of another ----------------------------------------------------------------------------------
+
+
+async def test_time_to_the_first_token_tells_nothing_and_the_worker_tells_its_cache(tmp_path: Path) -> None:
+    models = {"alpha": hosted(tiny_hf("timed", hidden=256, layers=4), ctx_size=4_096, cache_tokens=16_384)}
+    async with gateway(tmp_path, models, server={"api_keys": timed_tenants.KEYS}) as app:
+        await assert_time_tells_nothing(app, words=400)
+        await timed_tenants.ask(app, "lab", "once more")
+        live = next(iter(app.slots.live.values()))
+        await until(lambda: live.figures is not None, "its worker was asked")
+        assert live.figures is not None and live.figures.kv_bytes is not None
+        resources = (await http(app, "GET", "/v1/capabilities", headers={"Authorization": "Bearer ops-key"})).json()
+        shown = resources["resources"]["kvCacheSizeMB"]
+        assert shown == -(-live.figures.kv_bytes // 2**20) and shown > 0
+
+
+@pytest.mark.parametrize("leave", [MoveKind.SLEEP, MoveKind.UNLOAD])
+async def test_nothing_is_left(tmp_path: Path, leave: MoveKind) -> None:
+    async with gateway(tmp_path, {"alpha": hosted(tiny_hf("alpha"))}, server={"api_keys": timed_tenants.KEYS}) as app:
+        await assert_nothing_is_left(app, prompt_of(7, 50), leave)

@@ -14,8 +14,7 @@ import pytest_asyncio
 
 from greenroom.app import App
 from tests.harness import gateway, left_behind
-from tests.integration.facts import at_rest
-from tests.integration.orders import order, view
+from tests.integration.facts import at_rest, order, view
 from tests.integration.raw import chat, http
 from tests.integration.transformers.facts import held, memfds, says
 from tests.models import tiny_hf

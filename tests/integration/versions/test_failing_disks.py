@@ -17,14 +17,13 @@ import pytest
 
 from tests.harness import GatewayProcess, gateway_process
 from tests.integration.raw import CHAT
-from tests.integration.versions.test_version_faults import call, says
-from tests.integration.versions.test_version_fetch import hub, models
+from tests.integration.versions.test_version_fetch import models
+from tests.integration.versions.test_versions import says
 from tests.library.hub_cache import add_snapshot
 from tests.models import tiny
 from tests.standins.standin_hub import StandinHub
 from tests.waiting import until_now
 
-__all__ = ["hub"]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -87,17 +86,17 @@ def on_disk(tmp_path: Path, name: str) -> Iterator[tuple[GatewayProcess, Disk]]:
     folder.mkdir(exist_ok=True)
     mount = f'mount -t tmpfs -o size={DISK_MIB}m none "{folder}"'
     with in_namespace(tmp_path, mount, models()) as gate:
-        until_now(lambda: call(gate, "GET", "/readyz")[0] == 200, "it has its first version")
+        until_now(lambda: gate.call("GET", "/readyz")[0] == 200, "it has its first version")
         yield gate, Disk(gate, folder)
 
 
 def update(gate: GatewayProcess, repo_id: str) -> tuple[int, Any]:
-    status, _, answer = call(gate, "POST", "/update-model?wait=true", {"model_repo_id": repo_id})
+    status, _, answer = gate.call("POST", "/update-model?wait=true", {"model_repo_id": repo_id})
     return status, answer
 
 
 def known(gate: GatewayProcess) -> list[str]:
-    return [one["id"] for one in call(gate, "GET", "/v1/models/inventory")[2]["data"]]
+    return [one["id"] for one in gate.call("GET", "/v1/models/inventory")[2]["data"]]
 
 
 @pytest.mark.parametrize("fault", ["full", "read-only", "dead"])
@@ -128,16 +127,16 @@ def test_the_old_version_serves_until_the_disk_is_well(hub: StandinHub, tmp_path
 def test_a_model_is_loaded_again_when_its_disk_is_back(hub: StandinHub, tmp_path: Path) -> None:
     with on_disk(tmp_path, "models") as (gate, disk):
         assert says(gate) == (1, "alpha")
-        assert call(gate, "POST", "/api/v1/models/m/unload", {})[0] == 200
+        assert gate.call("POST", "/api/v1/models/m/unload", {})[0] == 200
         disk.fail("dead")
         body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-        status, _, answer = call(gate, "POST", CHAT, body)
+        status, _, answer = gate.call("POST", CHAT, body)
         assert (status, answer["error"]["code"]) == (503, "model_load_failed"), answer
         assert "Transport endpoint is not connected" in answer["error"]["message"]
         disk.heal("dead")
 
         def serves() -> bool:
-            return call(gate, "POST", CHAT, body)[0] == 200
+            return gate.call("POST", CHAT, body)[0] == 200
 
         # A load that failed is not tried again at once.
         until_now(serves, "it is loaded again")
@@ -151,9 +150,9 @@ def test_nothing_is_deleted_while_it_cannot_be_told_what_other_models_need(tmp_p
         until_now(lambda: len(known(gate)) == 2, "both are found")
         disk = Disk(gate, other)
         disk.fail("dead")
-        status, _, answer = call(gate, "DELETE", "/v1/models/inventory/org%2Fname")
+        status, _, answer = gate.call("DELETE", "/v1/models/inventory/org%2Fname")
         assert (status, answer["error"]["code"]) == (500, "removal_failed"), answer
         assert (other / "m.gguf").exists()
         disk.heal("dead")
-        assert call(gate, "DELETE", "/v1/models/inventory/org%2Fname")[0] == 200
+        assert gate.call("DELETE", "/v1/models/inventory/org%2Fname")[0] == 200
         assert (other / "m.gguf").exists() and known(gate) == ["org/name"]

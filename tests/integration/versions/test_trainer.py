@@ -20,7 +20,7 @@ from greenroom.trainer import Outcome, Patience, Report, Trainer
 from tests.harness import gateway, url, write_config
 from tests.integration.governance.test_governance import with_key
 from tests.integration.raw import http
-from tests.integration.versions.test_version_fetch import hub, is_fetching  # noqa: F401
+from tests.integration.versions.test_version_fetch import is_fetching
 from tests.integration.versions.test_versions import models, options, update, version, weights
 from tests.standins.standin_hub import StandinHub
 from tests.waiting import PATIENCE_S, until
@@ -263,7 +263,7 @@ async def numbers(app: App) -> list[int]:
 
 @pytest.mark.slow
 async def test_after_an_update_the_newest_state_is_taken_at_once_and_those_between_are_not(
-    hub: StandinHub,  # noqa: F811
+    hub: StandinHub,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -286,7 +286,7 @@ async def test_after_an_update_the_newest_state_is_taken_at_once_and_those_betwe
 
 @pytest.mark.slow
 async def test_a_state_that_waits_for_another_update_gives_way_to_a_newer_one(
-    hub: StandinHub,  # noqa: F811
+    hub: StandinHub,
     tmp_path: Path,
     looks: Looks,
 ) -> None:

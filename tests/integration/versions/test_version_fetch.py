@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
-import os
 import shutil
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from http.client import HTTPException
 from pathlib import Path
@@ -21,25 +20,11 @@ from greenroom.app import App
 from greenroom.features.versions import updates
 from tests.harness import GatewayProcess, gateway, tiny, write_config
 from tests.integration.raw import asking, http
-from tests.integration.versions.test_version_faults import PROGRAM, call, says
-from tests.integration.versions.test_versions import CHAT, ask, said, update, version
+from tests.integration.versions.test_versions import CHAT, PROGRAM, ask, said, says, update, version
 from tests.models import tiny as tiny_file
 from tests.models import tiny_projector
-from tests.standins.standin_hub import StandinHub, standin_hub
+from tests.standins.standin_hub import StandinHub
 from tests.waiting import PATIENCE_S, until, until_now
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandinHub]:
-    with standin_hub() as hub:
-        for name in ("alpha", "bravo", "charlie"):
-            hub.repos[f"org/{name}"] = {"model.gguf": tiny_file(name).read_bytes()}
-        for name in [name for name in os.environ if name.startswith("HF_")] + ["TRANSFORMERS_CACHE"]:
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        (tmp_path / "models").mkdir()
-        yield hub
 
 
 def models(**versions: Any) -> dict[str, Any]:
@@ -103,14 +88,14 @@ def test_the_variable_alone_controls_versions(hub: StandinHub, tmp_path: Path, m
     gate = GatewayProcess(tmp_path, None)
     try:
         # The first version serves a moment before its update has ended, and another one is refused until then.
-        until_now(lambda: _serves(call(gate, "GET", "/status")[2], 1), gate.log.read_text)
-        told = call(gate, "GET", "/status")[2]
+        until_now(lambda: _serves(gate.call("GET", "/status")[2], 1), gate.log.read_text)
+        told = gate.call("GET", "/status")[2]
         assert (told["model"], told["model_repo_id"]) == ("org/alpha-GGUF", "org/alpha-GGUF")
-        status, headers, answer = call(gate, "POST", "/generate", {"prompt": "hi", "max_tokens": 8})
+        status, headers, answer = gate.call("POST", "/generate", {"prompt": "hi", "max_tokens": 8})
         assert (status, headers["x-model-version"]) == (200, "1")
         assert answer["choices"][0]["text"].split()[0] == "alpha"
         assert (tmp_path / ".cache/huggingface/hub/models--org--alpha-GGUF").is_dir()
-        done = call(gate, "POST", "/update-model?wait=true", {"model_repo_id": "org/bravo"})[2]
+        done = gate.call("POST", "/update-model?wait=true", {"model_repo_id": "org/bravo"})[2]
         assert (done.get("model_version"), done.get("model_repo_id")) == (2, "org/bravo"), done
     finally:
         gate.stop()
@@ -450,7 +435,7 @@ def test_what_a_killed_gateway_did_not_delete_is_deleted_by_the_next(hub: Standi
     try:
         until_now(lambda: _rests_with(gate, 1), "it has its first version")
         with pytest.raises((OSError, HTTPException)):
-            call(gate, "POST", "/update-model?wait=true", {"model_repo_id": "org/bravo"})
+            gate.call("POST", "/update-model?wait=true", {"model_repo_id": "org/bravo"})
         until_now(lambda: gate.process.poll() is not None, "it is dead")
     finally:
         gate.kill()
@@ -465,5 +450,5 @@ def test_what_a_killed_gateway_did_not_delete_is_deleted_by_the_next(hub: Standi
 
 
 def _rests_with(gate: GatewayProcess, number: int) -> bool:
-    now = call(gate, "GET", "/status")[2]
+    now = gate.call("GET", "/status")[2]
     return (now["model_version"], now["updating"]) == (number, False)

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import sys
 import threading
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 
+from greenroom.app import App
+from greenroom.core.model import MoveKind
 from greenroom.library.download_locks import FOLDER, DownloadLocks, close_all
 from greenroom.library.roots import Roots
-from tests.harness import gateway, tiny
-from tests.integration.raw import http
+from tests.harness import GatewayProcess, gateway, tiny, write_config
+from tests.integration.hosted_rig import Folder, move, nothing_left
+from tests.integration.raw import Answer, chat, http
 from tests.integration.versions import test_versions
-from tests.integration.versions.test_version_fetch import files, has_first_version, hub, is_fetching, models, options
+from tests.integration.versions.test_version_fetch import files, has_first_version, is_fetching, models, options
 from tests.integration.versions.test_versions import update
+from tests.models import tiny_hf
 from tests.standins.standin_hub import StandinHub
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, until, until_now
 
-__all__ = ["hub"]
+__all__ = ["nothing_left"]
 
 
 @pytest.mark.slow
@@ -124,3 +131,100 @@ async def test_a_version_is_what_its_link_led_to_when_it_was_asked_for(tmp_path:
             back = await http(app, "POST", "/api/v1/models/m/rollback?wait=true", {"version": number})
             assert back.status == 200, back.body
             assert test_versions.said(await test_versions.ask(app))[2] == name
+
+
+# --- in workers: where the GPU holds one version, they change places by sleeping --------------------------------------
+
+
+def roots_and_room(tmp_path: Path, budget_mib: int) -> dict[str, Any]:
+    return {"memory": {"spare_worker": False}, "library": {"roots": [str(tmp_path)]}, "budget_mib": budget_mib}
+
+
+def folder(tmp_path: Path, name: str, **conduct: Any) -> Folder:
+    """A real model's files, which a new version is looked at for; a fake worker runs them."""
+    made = Folder(tmp_path, name, **conduct)
+    shutil.copytree(tiny_hf("alpha"), made.path, dirs_exist_ok=True)
+    return made
+
+
+async def update_hosted(app: App, folder: Folder, **more: Any) -> Answer:
+    return await http(app, "POST", "/update-model?wait=true", {"model_repo_id": str(folder.path), **more})
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("budget_mib", [150, 1_000])
+async def test_a_version_takes_the_place_of_the_old_one(tmp_path: Path, budget_mib: int) -> None:
+    old, new = folder(tmp_path, "old"), folder(tmp_path, "new")
+    served = {"m": old.model(versions={"repo_id": "org/m"})}
+    async with gateway(tmp_path, served, **roots_and_room(tmp_path, budget_mib)) as app:
+        assert (await chat(app, "m")).headers["x-model-version"] == "1"
+        changing = asyncio.create_task(update_hosted(app, new))
+        answers = [await chat(app, "m") for _ in range(5)]
+        done = await changing
+        assert (done.status, done.json().get("model_version")) == (200, 2), done.body
+        answer = await chat(app, "m")
+        assert answer.headers["x-model-version"] == "2" and answer.text.startswith("m")
+        assert all(one.status == 200 for one in answers)
+        await until(lambda: old.events()[-1] == "close", "the old version has left")
+        # Where both fit, the old one never slept.
+        assert old.events() == ["open", "wake", *(["sleep"] if budget_mib == 150 else []), "close"]
+        assert new.events() == ["open", "wake"]
+        await move(app, MoveKind.SLEEP, "m")
+        assert (await chat(app, "m")).status == 200 and new.events()[-2:] == ["sleep", "wake"]
+
+
+@pytest.mark.usefixtures("nothing_left")
+async def test_a_version_that_does_not_wake_gives_the_place_back(tmp_path: Path) -> None:
+    old, new = folder(tmp_path, "old"), folder(tmp_path, "new", at={"wake": "fail failed"})
+    served = {"m": old.model(versions={"repo_id": "org/m"})}
+    async with gateway(tmp_path, served, **roots_and_room(tmp_path, 150)) as app:
+        await chat(app, "m")
+        changing = asyncio.create_task(update_hosted(app, new))
+        answers = [await chat(app, "m") for _ in range(5)]
+        assert (await changing).status >= 500
+        answers.append(await chat(app, "m"))
+        assert {(one.status, one.headers["x-model-version"]) for one in answers} == {(200, "1")}
+        assert old.events()[:4] == ["open", "wake", "sleep", "wake"], "it was read again"
+
+
+# --- killed at any step, it comes back with the old version or the new one, and no half -------------------------------
+
+
+# An update writes less often than this.
+POINTS_MAX = 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1_800)
+def test_killed_at_every_write_of_an_update(tmp_path: Path) -> None:
+    config = write_config(tmp_path, test_versions.models(tmp_path), **test_versions.options(tmp_path))
+    trigger, last, names = tmp_path / "armed", 1, {1: "alpha"}
+    died_with, survived = set[int](), False
+    for point in range(1, POINTS_MAX):
+        trigger.unlink(missing_ok=True)
+        gate = GatewayProcess(
+            tmp_path, config, inside=(sys.executable, str(test_versions.PROGRAM), str(point), str(trigger))
+        )
+        try:
+            # What the death before has left.
+            number, said = test_versions.says(gate)
+            assert number in (last, last + 1), "a version that was not asked for, or one that was promised is gone"
+            assert names[number] == said, "weights of another version"
+            _, _, told = gate.call("GET", "/status")
+            assert (told["model_version"], told["updating"]) == (number, False)
+            died_with.add(number - last)
+            last = number
+            if survived:
+                break
+            names = {last: said, last + 1: "bravo" if said == "alpha" else "alpha"}
+            trigger.touch()
+            try:
+                body = {"model_repo_id": test_versions.weights(tmp_path, names[last + 1])}
+                survived = gate.call("POST", "/update-model?wait=true", body)[0] == 200
+            except (OSError, HTTPException):
+                until_now(lambda gate=gate: gate.process.poll() is not None, "it is dead")
+        finally:
+            gate.kill()
+            assert gate.nothing_left()
+    assert survived, "an update never came to its end"
+    assert died_with == {0, 1}, "no death was before the promise, or none after it"

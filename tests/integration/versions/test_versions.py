@@ -11,12 +11,13 @@ from typing import Any
 from greenroom.app import App
 from greenroom.core.model import ModelId, Tier
 from greenroom.features.versions.updates import UpdateOrder
-from tests.harness import gateway, tiny, write_config
+from tests.harness import GatewayProcess, gateway, tiny, write_config
 from tests.integration.raw import Answer, Raw, asking, http
 from tests.models import tiny as tiny_file
 from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
+PROGRAM = Path(__file__).parent / "dies_at_write.py"
 
 
 def weights(tmp_path: Path, name: str, **kind: Any) -> str:
@@ -53,6 +54,13 @@ async def version(app: App) -> Any:
 
 def said(answer: Answer) -> tuple[str, str, str]:
     return answer.headers["x-model-version"], answer.headers["x-model-repo-id"], answer.text.split()[0]
+
+
+def says(gate: GatewayProcess) -> tuple[int, str]:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    status, headers, answer = gate.call("POST", "/v1/chat/completions", body)
+    assert status == 200, answer
+    return int(headers["x-model-version"]), answer["choices"][0]["message"]["content"].split()[0]
 
 
 async def test_a_version_takes_the_name_and_headers_tell_it(tmp_path: Path) -> None:
@@ -144,15 +152,6 @@ async def test_a_path_has_no_revisions(tmp_path: Path) -> None:
         refused = await http(app, "POST", "/update-model?wait=true", order)
         assert (refused.status, refused.error["param"]) == (400, "revision")
         assert (await version(app))["model_version"] == 1
-
-
-async def test_a_warm_up_that_says_nothing_or_too_late_changes_nothing(tmp_path: Path) -> None:
-    served = models(tmp_path, warm_up_timeout_s=0.001)
-    async with gateway(tmp_path, served, **options(tmp_path)) as app:
-        assert said(await ask(app))[2] == "alpha"
-        answer = await http(app, "POST", "/update-model?wait=true", {"model_repo_id": weights(tmp_path, "bravo")})
-        assert (answer.status, answer.error["code"]) == (502, "warm_up_failed")
-        assert said(await ask(app))[::2] == ("1", "alpha")
 
 
 async def test_one_update_at_a_time(tmp_path: Path) -> None:
