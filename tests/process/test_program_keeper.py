@@ -20,7 +20,7 @@ from greenroom.process import proc, program_keeper
 from tests.process.trees import is_alive
 from tests.waiting import PATIENCE_S, until_now
 
-from .trees import is_alive, new_identity
+from .trees import new_identity
 
 HEEDLESS = """
 import os, pathlib, signal, sys, time
