@@ -17,10 +17,8 @@ from pathlib import Path
 import pytest
 
 from greenroom.process import proc, program_keeper
-from tests.process.trees import is_alive
+from tests.process.trees import is_alive, new_identity
 from tests.waiting import PATIENCE_S, until_now
-
-from .trees import new_identity
 
 HEEDLESS = """
 import os, pathlib, signal, sys, time
