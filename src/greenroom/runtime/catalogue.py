@@ -48,7 +48,11 @@ class Entry:
     engine_name: str = field(init=False)
     """The name by which its engine knows it. llama.cpp would read several in one with a comma."""
 
+    isolation: str | None = field(init=False)
+    """How its tenants are kept apart: `isolate_tenants`."""
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "isolation", self.config.isolate_tenants)
         public_id = ModelId(public_name(self.instance_of or self.spec.version_of or self.id))
         object.__setattr__(self, "public_id", public_id)
         object.__setattr__(self, "engine_name", public_id.replace(",", "_"))

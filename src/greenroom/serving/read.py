@@ -272,7 +272,7 @@ class Reading:
         reader, exchange, route = self._reader, self.exchange, self.route
         options = model_options.of_json(body.fields) if reader.resolver.takes_options else NO_OPTIONS
         found = self._find(name, options, body.priority)
-        entry = found if found.config.isolate_tenants != "process" else self._instance(found)
+        entry = self._instance(found)
         scope = ONLY_SCOPE if not self.admitted.given and not self.admitted.tenant else self._scope(found)
         target, translation = route.sent_to or exchange.head.target, None
         if route.translate is not None:
@@ -367,7 +367,7 @@ class Reading:
     ) -> Candidate:
         route = self.route
         found = self._find(name, options, form.priority)
-        entry = found if found.config.isolate_tenants != "process" else self._instance(found)
+        entry = self._instance(found)
         scope = self._scope(found)
         given = entry.config.set_params if task is None else {**entry.config.set_params, **task.section.set_params}
         form.expect(field for field in route.form if field not in given)
@@ -408,7 +408,7 @@ class Reading:
         if settings.governed and (head.method not in _READING or head.upgrade is not None):
             self._check_governed(head, name, path)
         found = self._find(name, NO_OPTIONS, None)
-        entry = found if found.config.isolate_tenants != "process" else self._instance(found)
+        entry = self._instance(found)
         scope = self._scope(found)
         if entry.engine.fetches_media and not is_upload(head.get(b"content-type")):
             if len(exchange.body) > settings.body_max:
@@ -477,12 +477,14 @@ class Reading:
         self._heartbeat = _OFF if self._job is not None else heartbeat
 
     def _instance(self, entry: Entry) -> Entry:
-        """What serves this tenant, where each has a process of its own."""
+        """What serves this tenant: an entry of its own where each has a process of its own."""
+        if entry.isolation != "process":
+            return entry
         return self._reader.resolver.instances.of(entry, self.admitted.tenant)
 
     def _scope(self, entry: Entry) -> PrefixScope:
         admitted = self.admitted
-        kept_for = NO_TENANT if entry.config.isolate_tenants == "off" else admitted.tenant
+        kept_for = NO_TENANT if entry.isolation == "off" else admitted.tenant
         if not kept_for and not admitted.given:
             return ONLY_SCOPE
         scope = cache_scope(kept_for, admitted.given)
