@@ -14,9 +14,11 @@ import pytest
 from redis import Redis
 from redis import asyncio as aioredis
 
+from greenroom.access.limits import Limiter
 from greenroom.access.shared_limits import SharedLimits
 from greenroom.access.shared_window import SharedWindow
 from greenroom.base.redis_link import HOLDS_SOMETHING_ELSE
+from greenroom.config.schema import Config, TenantLimits
 from greenroom.errors import ConfigError
 from tests.redis_server import RedisServer, redis_server
 from tests.waiting import until
@@ -310,6 +312,25 @@ async def test_a_limit_that_is_new_to_a_running_gateway_begins_with_a_block(earl
         fresh = made[0].store.window("rate_limit:new", LIMIT)
         assert fresh.left(time.time()) == fresh.block
         assert fresh.wait_s(1, time.time()) > 0
+
+
+async def test_a_limit_that_is_gone_asks_for_no_more_permits(redis: RedisServer) -> None:
+    async with gateways(redis, 1) as (one,):
+        limiter = Limiter(one.store.window)
+        limits = Config(tenants={"gone": TenantLimits(requests_per_minute=LIMIT)})
+        with Redis.from_url(redis.url) as client:
+
+            def is_asked_for(name: str) -> bool:
+                return bool(client.exists(f"rate_limit:{name}:{one.minute}"))
+
+            limiter.configure(limits)
+            await until(lambda: is_asked_for("gone"), "a limit is asked for")
+            for config in (Config(), limits, Config(), Config()):
+                limiter.configure(config)
+            begun = one.minute
+            # Permits of the next minute may have been taken already.
+            await until(lambda: one.minute > begun + 1 and is_asked_for("lab"), "what is limited still is")
+            assert not is_asked_for("gone")
 
 
 async def test_a_limit_by_the_day_is_counted_by_days(early: RedisServer) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -29,6 +29,19 @@ def fetched(root: Path, name: str) -> tuple[DownloadLocks, Path]:
     one.mark(str(path))
     assert one.use(str(path))
     return one, path
+
+
+def test_weights_on_a_disk_that_fails_are_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, path = fetched(tmp_path, "a.gguf")
+    other, there = marks(tmp_path), len(os.listdir("/proc/self/fd"))
+
+    def fail(fd: int) -> NoReturn:
+        raise OSError(errno.ESTALE, "stale")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", fail)
+        assert not other.use(str(path))
+    assert len(os.listdir("/proc/self/fd")) == there
 
 
 def test_the_last_gateway_that_uses_them_deletes_them(tmp_path: Path) -> None:

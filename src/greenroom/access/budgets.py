@@ -82,6 +82,10 @@ class Budget(ABC):
     def wait_s(self, amount: int, now: float) -> float:
         """Seconds until so much, or the most that one request can reserve, could be taken if nothing else is."""
 
+    @abstractmethod
+    def drop(self) -> None:
+        """No limit goes by it any more. Requests that were counted may still give back."""
+
 
 class Window(Budget):
     """A sliding window of two buckets: of the last minute, the part that the sliding minute still covers counts. If
@@ -95,6 +99,9 @@ class Window(Budget):
         self._begins, self._ends = 0.0, period_s
         self.count = 0
         self.before = 0
+
+    def drop(self) -> None:
+        """Nothing else holds it."""
 
     def left(self, now: float) -> int:
         if not self._begins <= now < self._ends:

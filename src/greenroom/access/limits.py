@@ -74,6 +74,13 @@ class Quota:
                 self.tokens += (budget,)
             else:
                 self.requests += (budget,)
+        for key in before.keys() - self.budgets.keys():
+            before[key].drop()
+
+    def drop(self) -> None:
+        """Nothing is limited by it any more."""
+        for budget in self.budgets.values():
+            budget.drop()
 
     def figures(self, now: float) -> dict[str, int | None]:
         """Its limits, and what is left of each, by the fields of the API."""
@@ -288,6 +295,9 @@ class Limiter:
         self._are_named = config.server.multi_tenant
         self._config = config
         # Keys whose limits are not told here come back to theirs; requests that are counted against others still are.
+        for quota in self._former.values():
+            if not quota.in_flight:
+                quota.drop()
         self._former = {key: quota for key, quota in self._former.items() if quota.in_flight} | self._quotas
         self._quotas = {}
         self._of_model = {

@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import json
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -83,13 +82,6 @@ return reply
 """
 
 
-class _Handle:
-    """A window, which holds this, while that is in use. Compiled classes have no weak references."""
-
-    def __init__(self, window: SharedWindow) -> None:
-        self.window = window
-
-
 class SharedLimits(Part):
     """The store, and the task that takes permits from it."""
 
@@ -107,7 +99,7 @@ class SharedLimits(Part):
         # A call that is repeated would take twice.
         self._client = connected(url, "limits.store:", repeats=0, decode_responses=True)
         self._take = self._client.register_script(_TAKE)
-        self._handles: weakref.WeakSet[_Handle] = weakref.WeakSet()
+        self._windows: set[SharedWindow] = set()
         self._hungry: set[SharedWindow] = set()
         self._asking = Repeated(
             self._ask_again, "shared limits", self._pause_s, lambda what, error: self.tell(store_fault(error))
@@ -124,23 +116,17 @@ class SharedLimits(Part):
 
     def window(self, name: str, limit: int, period_s: float = MINUTE_S) -> SharedWindow:
         made = SharedWindow(self, name, limit, int(period_s // MINUTE_S))
-        made.handle = handle = _Handle(made)
-        self._handles.add(handle)
+        self._windows.add(made)
         if self._is_open:
             made.left(self._wall())
             made.lend(made.block)
         return made
 
-    @property
-    def _windows(self) -> list[SharedWindow]:
-        """Those that some limit still goes by."""
-        return [handle.window for handle in self._handles]
-
     async def open(self) -> None:
         """Take the first permits, if the store answers, and go on taking them."""
         # The store's clock first: it says for which minute permits are taken.
         await self._ask(())
-        await self._ask(self._windows)
+        await self._ask(list(self._windows))
         self._is_open = True
         self._asking.start()
 
@@ -183,6 +169,9 @@ class SharedLimits(Part):
     def others(self) -> int:
         """How many other gateways share these limits."""
         return max(0, self._gateways - 1)
+
+    def forget(self, window: SharedWindow) -> None:
+        self._windows.discard(window)
 
     def wake(self, window: SharedWindow) -> None:
         self._hungry.add(window)

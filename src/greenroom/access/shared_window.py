@@ -34,6 +34,7 @@ class PermitStore(Protocol):
     def holds_share(self, now: float, minutes: int) -> bool: ...
     def share(self, window: SharedWindow) -> int: ...
     def wake(self, window: SharedWindow) -> None: ...
+    def forget(self, window: SharedWindow) -> None: ...
 
 
 class Asked(NamedTuple):
@@ -84,8 +85,9 @@ class SharedWindow(Budget):
         self._is_used = False
         self._ask_from = 0.0
         self._store = store
-        # By which its store knows that it is still in use.
-        self.handle: object = None
+
+    def drop(self) -> None:
+        self._store.forget(self)
 
     @property
     def block(self) -> int:

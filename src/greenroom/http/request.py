@@ -371,10 +371,10 @@ class Head:
         return None
 
     def get_all(self, names: frozenset[bytes]) -> dict[bytes, bytes]:
-        """The first value of each of these headers that there is, found in one pass. `names` are lower-case."""
+        """The last value of each of these headers that there is, found in one pass. `names` are lower-case."""
         found: dict[bytes, bytes] = {}
         for known, value in self.headers:
-            if known in names and known not in found:
+            if known in names:
                 found[known] = stripped(value)
         return found
 

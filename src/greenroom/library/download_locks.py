@@ -80,6 +80,8 @@ class DownloadLocks:
         except BlockingIOError:
             os.close(fd)
             raise
+        except OSError:
+            is_locked = False
         if not is_locked:
             os.close(fd)
             return False

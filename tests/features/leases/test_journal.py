@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from greenroom.features.leases.entry import GRACE_MIN_S, lasts_s, must_journal_renewal, restart_grace_s
+from greenroom.features.leases.entry import GRACE_MIN_S, ask_again, lasts_s, must_journal_renewal, restart_grace_s
 from greenroom.features.leases.journal import FILE_NAME, Change, Ended, Heard, Journal, JournalWriter, Kept
 from greenroom.leases.records import Holder, LeaseAsk
 
@@ -53,6 +53,13 @@ def test_what_was_granted_and_did_not_end_is_known_again(path: Path) -> None:
     journal.close()
     again = opened(path)
     assert again.live == {"b": wide} and again.spoiled == 0
+
+
+async def test_a_lease_is_asked_for_again_by_what_it_holds() -> None:
+    ask = LeaseAsk(id="a", name="train", mib=-8_000)
+    damaged = Kept(ask, 1, {"GPU-b": 18_000, "GPU-a": 18_000}, 50.0)
+    ask = ask_again(damaged, asyncio.get_running_loop().create_future(), 1.0).ask
+    assert (ask.mib, ask.gpus, ask.devices) == (18_000, 2, ("GPU-a", "GPU-b"))
 
 
 def test_when_a_holder_was_heard_of_is_known_again_also_when_the_file_was_written_anew(path: Path) -> None:

@@ -94,6 +94,21 @@ async def test_events_and_effects_come_back_in_order(tmp_path: Path) -> None:
     assert recording.incomplete is None
 
 
+async def test_an_effect_may_be_asked_for_by_the_names_of_its_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    heard: list[object] = []
+
+    class Named(Heard):
+        def grant(self, request: RequestId, slot: SlotId, reason: object) -> None:
+            heard.append((request, slot, reason))
+
+    request, slot, reason = ASKED["grant"]
+    recorder = await recording_to(path)
+    recorder.watching(cast(Effects, Named())).grant(request, slot, reason=reason)
+    await recorder.close()
+    assert heard == [(request, slot, reason)] and read(path).effects == [("grant", ASKED["grant"])]
+
+
 def test_every_effect_the_core_can_ask_for_is_watched() -> None:
     wanted = {name for name in vars(Effects) if not name.startswith("_")}
     assert wanted == set(ASKED)

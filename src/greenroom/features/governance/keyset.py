@@ -36,7 +36,7 @@ SHARED: Final = "shared key"
 MISSING: Final = "signed operations need more packages; type: pip install 'greenroom[governance]'"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class KeySet:
     """Where the configuration names no signers, the shared key may name anyone."""
 

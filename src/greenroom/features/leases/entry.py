@@ -110,7 +110,9 @@ class LeaseEntry:
 
 def ask_again(kept: Kept, settled: asyncio.Future[None], lasts_s: float) -> LeaseEntry:
     """Ask again for a lease of an earlier run, on the same devices. Without a renewal it ends after `lasts_s`."""
-    ask = replace(kept.ask, devices=tuple(sorted(kept.claim)), wait_s=0.0)
+    # By its claim, which was checked; the rest of a damaged line may say anything.
+    mib, gpus = max(kept.claim.values()), len(kept.claim)
+    ask = replace(kept.ask, mib=mib, gpus=gpus, devices=tuple(sorted(kept.claim)), wait_s=0.0)
     return LeaseEntry(ask, settled, told_to=SEVERAL, token=kept.token, lasts_s=lasts_s)
 
 

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from greenroom.access.keys import Permission
 from greenroom.api.asgi import asked_by_admin, caller_of, owner_of
-from greenroom.api.declared import Routes, by_body, by_path, get, of_all, post
+from greenroom.api.declared import NeededOperation, Routes, by_body, get, of_all, post
 from greenroom.api.listing import ModelPath, addressed, models_of_task
 from greenroom.api.overview import Overview, refuse_while_draining
 from greenroom.api.reports.snapshot import Snapshot
@@ -78,7 +78,11 @@ class LlamaSwapRoutes(Routes):
         await self._unload(request, self._there(request), force or is_forced(order))
         return JSONResponse({"msg": "ok"})
 
-    @post(UNLOAD + "/{model_id:path}", needs=Permission.LOAD, signed=by_path("model-unload"))
+    @post(
+        UNLOAD + "/{model_id:path}",
+        needs=Permission.LOAD,
+        signed=lambda call: NeededOperation("model-unload", call.in_path()),
+    )
     async def unload_one(
         self, request: Request, model_id: ModelPath, order: ForceOrder | None = None, force: Force = False
     ) -> Response:

@@ -161,9 +161,9 @@ class WatchedEffects:
     def __getattr__(self, name: str) -> Callable[..., None]:
         effect = getattr(self._effects, name)
 
-        def recorded(*asked: Any) -> None:
-            self._recorder.add((name, asked))
-            effect(*asked)
+        def recorded(*asked: Any, **named: Any) -> None:
+            self._recorder.add((name, (*asked, *named.values())))
+            effect(*asked, **named)
 
         # Found at once from now on.
         setattr(self, name, recorded)
