@@ -46,6 +46,13 @@ async def streaming(app: App, model: str, **more: Any) -> Raw:
     return raw
 
 
+async def end_of(stream: Raw) -> Answer:
+    """What comes after the head. The connection is left then."""
+    answer = await rest_of(stream)
+    stream.leave()
+    return answer
+
+
 def is_alive(pid: int) -> bool:
     return proc.stat(pid) is not None
 
@@ -62,7 +69,7 @@ async def test_unchanged_model_keeps_its_process_and_its_running_answer(tmp_path
         answer = await http(app, "POST", "/api/v1/reload")
         assert (answer.status, answer.json()["changed"], answer.json()["added"]) == (200, ["other"], ["new"])
         assert pids(app, "kept") == before
-        assert (await rest_of(stream)).text.startswith("kept 1 2")
+        assert (await end_of(stream)).text.startswith("kept 1 2")
         assert (await chat(app, "other")).text == "other 1"
         assert (await chat(app, "new")).text == "new 1 2 3"
         assert pids(app, "kept") == before
@@ -78,7 +85,7 @@ async def test_changed_model_drains_beside_its_successor(tmp_path: Path) -> None
         # The new one serves while the old one still answers.
         assert (await chat(app, "edited")).text == "second 1 2 3"
         assert is_alive(old)
-        assert (await rest_of(stream)).text.startswith("first 1 2")
+        assert (await end_of(stream)).text.startswith("first 1 2")
         await until(lambda: not is_alive(old), "the old engine is gone")
         assert len(pids(app, "edited")) == 1
 
@@ -89,7 +96,7 @@ async def test_changed_model_that_does_not_fit_beside_itself_waits_for_its_own_l
         stream = await streaming(app, "edited", tokens=20)
         edit(tmp_path, put("edited", fake("second", *journal.switches)))
         await app.reload()
-        answer, old = await asyncio.gather(chat(app, "edited"), rest_of(stream))
+        answer, old = await asyncio.gather(chat(app, "edited"), end_of(stream))
         assert (answer.text, old.text[:7]) == ("second 1 2 3", "first 1")
     assert [line["name"] for line in journal.lines("start", "term")] == ["first", "first", "second", "second"]
 
@@ -117,7 +124,7 @@ async def test_removed_model_is_not_found_and_its_process_goes(tmp_path: Path) -
         assert (await app.reload()).removed == ("cold", "gone")
         for answer in (*await asyncio.gather(*waiting), await chat(app, "gone")):
             assert (answer.status, answer.error["code"]) == (404, "model_not_found")
-        assert (await rest_of(stream)).text.startswith("gone 1 2"), "what runs may finish"
+        assert (await end_of(stream)).text.startswith("gone 1 2"), "what runs may finish"
         await until(lambda: not is_alive(old) and not app.loop.scheduler.state.slots, "both are gone")
         assert (await http(app, "GET", "/api/v1/models/gone/logs")).status == 404
         await at_rest(app)
@@ -131,7 +138,7 @@ async def test_relabelled_model_keeps_its_process(tmp_path: Path) -> None:
         assert (await app.reload()).relabelled == ("model",)
         assert (await chat(app, "also")).text == "model 1 2 3"
         assert (await http(app, "GET", "/v1/models/also")).json()["description"] == "new words"
-        assert (await rest_of(stream)).text.startswith("model 1 2")
+        assert (await end_of(stream)).text.startswith("model 1 2")
         assert pids(app, "model") == before
         edit(tmp_path, put("model", fake("model")))
         await app.reload()
@@ -187,7 +194,7 @@ async def test_file_that_cannot_be_used_changes_nothing_and_says_where(tmp_path:
         path.unlink()
         with pytest.raises(ConfigError, match=r"greenroom\.yaml"):
             await app.reload()
-        assert (await rest_of(stream)).text.startswith("model 1 2")
+        assert (await end_of(stream)).text.startswith("model 1 2")
         assert (await chat(app, "model")).text == "model 1 2 3"
 
 
