@@ -51,6 +51,14 @@ def classes(path: Path) -> dict[str, list[str]]:
     return {one.name: [base.id for base in one.bases if isinstance(base, ast.Name)] for one in found}
 
 
+def test_constants_of_compiled_modules_are_final(build: ModuleType) -> None:
+    """Others are looked up in a dictionary at each use."""
+    for file in build.hot_files():
+        assigned = (node for node in tree_of((ROOT / file).read_text()).body if isinstance(node, ast.Assign))
+        names = [target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)]
+        assert not [name for name in names if name.isupper()], file
+
+
 def test_fields_of_compiled_structs_are_plain_classes(build: ModuleType) -> None:
     """Of any other annotation the compiler leaves `type`, and such a field can never be decoded."""
     for file in build.hot_files():
