@@ -60,8 +60,9 @@ def from_usage(tail: bytes) -> Usage | None:
     said = whole.usage if whole is not None else _last(tail, b'"usage"', _openai)
     if said is None:
         return None
-    prompt = _sound(said.input_tokens if said.prompt_tokens is None else said.prompt_tokens)
-    completion = _sound(said.output_tokens if said.completion_tokens is None else said.completion_tokens)
+    prompt, completion = said.prompt_tokens, said.completion_tokens
+    prompt = _sound(said.input_tokens if prompt is None else prompt)
+    completion = _sound(said.output_tokens if completion is None else completion)
     if completion is None:
         # Of embeddings all tokens are the prompt's.
         completion = _rest(said.total_tokens, prompt)

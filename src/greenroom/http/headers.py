@@ -183,16 +183,23 @@ def response_headers(
 
     `defaults` are added where the engine sends no header of that name; of several of one name, the first.
     """
-    ours = [name for name, _ in extra]
-    kept = [header for header in headers if header[0] in allowed and header[0] not in ours]
+    kept: Headers = []
+    for header in headers:
+        if header[0] in allowed and not _has(extra, header[0]):
+            kept.append(header)
     kept += extra
     if defaults is not None:
-        said = [name for name, _ in kept]
         for header in defaults:
-            if header[0] not in said:
-                said.append(header[0])
+            if not _has(kept, header[0]):
                 kept.append(header)
     return kept
+
+
+def _has(headers: Headers, wanted: bytes) -> bool:
+    for name, _ in headers:  # noqa: SIM110 - compiled, the loop is cheaper than what it would make
+        if name == wanted:
+            return True
+    return False
 
 
 def length_of(headers: Headers) -> int | None:
