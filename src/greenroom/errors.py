@@ -587,7 +587,7 @@ class TooLarge(EngineFault):
     final = True
     public_words = "The model does not fit into the memory that can be made free for it."
     # `public` where it may use only devices that are not there.
-    no_device_words = "The model may use only devices that are not there."
+    no_device_words: ClassVar[str] = "The model may use only devices that are not there."
 
 
 class Excluded(EngineFault):

@@ -123,6 +123,7 @@ def test_set_defined_twice_is_a_mistake() -> None:
         ByMatrix(Matrix((("s", "a"), ("s", "b"))))
 
 
+@pytest.mark.pure
 def test_sets_that_are_too_much_together_are_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix_module, "NODES_MAX", 6)
     assert by({"s0": "a", "s1": "+s0", "s2": "+s1"})
@@ -130,6 +131,7 @@ def test_sets_that_are_too_much_together_are_a_mistake(monkeypatch: pytest.Monke
         by({"s0": "a", "s1": "+s0", "s2": "+s1", "s3": "+s2"})
 
 
+@pytest.mark.pure
 def test_answers_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix_module, "REMEMBERED_MAX", 2)
     company = by({"s": "a | b | c | d"})
