@@ -68,9 +68,6 @@ from greenroom.serving.tasks import Ladder, TaskRoute, Tasks
 from greenroom.serving.translating import check_native, check_whole, translated
 from greenroom.serving.versioned import versioned_model
 
-# Names of modules that are not compiled are looked up at each use, if they are not made constants here.
-_NO_OPTIONS: Final = NO_OPTIONS
-_CHAT: Final = CHAT
 _EMPTY: Final[frozenset[str]] = frozenset()
 _READING: Final = (b"GET", b"HEAD")
 _IF_ASKED: Final = UsageSource.ASK
@@ -273,7 +270,7 @@ class Reading:
 
     def _of_json(self, body: peek.BodyFields, name: str, task: TaskRoute | None) -> Candidate:
         reader, exchange, route = self._reader, self.exchange, self.route
-        options = model_options.of_json(body.fields) if reader.resolver.takes_options else _NO_OPTIONS
+        options = model_options.of_json(body.fields) if reader.resolver.takes_options else NO_OPTIONS
         found = self._find(name, options, body.priority)
         entry = self._instance(found)
         scope = ONLY_SCOPE if not self.admitted.given and not self.admitted.tenant else self._scope(found)
@@ -311,13 +308,13 @@ class Reading:
         plain = ""
         if route.check is not None:
             plain = route.check.check(fields, len(exchange.body), put, drop)
-            if route.check is _CHAT and (raw := fields.get(TOOLS)) is not None:
+            if route.check is CHAT and (raw := fields.get(TOOLS)) is not None:
                 _expect_tools(entry, raw, is_operators=TOOLS in put or TOOLS in drop)
         if body.long is not None:
             _check_long_media(body.long, entry, fields)
         elif peek.has_parts(fields, plain):
             check_media(fields, entry.config.media_hosts)
-        if options is not _NO_OPTIONS:
+        if options is not NO_OPTIONS:
             drop = drop | model_options.FIELDS
         return Candidate(
             entry,

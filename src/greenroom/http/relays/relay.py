@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final
 
@@ -42,7 +43,7 @@ class RelayOutcome(enum.Enum):
     STOPPED = "stopped"
 
 
-class TailReader:
+class TailReader(ABC):
     """What the last bytes of an answer tell its client: a JSON answer by headers, unless `is_stream`; a stream by
     trailers and, if `has_comment`, by a comment before its end."""
 
@@ -51,14 +52,14 @@ class TailReader:
     is_stream: bool
     has_comment: bool
 
-    def headers(self, tail: bytes) -> Headers:
-        raise NotImplementedError
+    @abstractmethod
+    def headers(self, tail: bytes) -> Headers: ...
 
-    def trailers(self, tail: bytes) -> Headers:
-        raise NotImplementedError
+    @abstractmethod
+    def trailers(self, tail: bytes) -> Headers: ...
 
-    def comment(self, tail: bytes) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def comment(self, tail: bytes) -> bytes: ...
 
 
 class RelayOptions:
