@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from greenroom.errors import BadRequest, MediaRefused
-from greenroom.serving.body.media import check_body, check_media
+from greenroom.serving.body.media import check_body, check_media, is_upload
 from greenroom.serving.body.peek import has_parts, peek
 
 HOSTS = ("pictures.example.org",)
@@ -91,6 +91,8 @@ def test_everything_else_is_refused(place: str) -> None:
         {"type": "image", "source": {"type": "url", "url": BAD}},
         {"type": "input_audio", "input_audio": {"data": BAD, "format": "wav"}},
         {"type": "file", "file": {"file_data": BAD, "filename": "a.pdf"}},
+        {"type": "input_audio", "input_audio": {"data": 40 * " " + BAD, "format": "wav"}},
+        {"type": "image", "image": [[PIXEL, BAD]]},
         {"type": "tool_result", "content": [part(BAD)]},
         {"type": "x", "a_new_image": {"nested": {"deeper": [{"url": BAD}]}}},
     ],
@@ -132,6 +134,8 @@ def test_no_name_in_a_cache_of_all_tenants_is_passed_on() -> None:
         rb'{"model":"m","messages":["x",{"content":[{"image_url":"http://10.0.0.1"}]}]}',
         rb'{"model":"m","messages":{"content":[{"image_url":"http://10.0.0.1"}]}}',
         rb'{"model":"m","input":[{"text":"a","image":"http://10.0.0.1"}]}',
+        rb'{"model":"m","messages":[{"content":[]},{"content":{"type":"image_url","image_url":"http://10.0.0.1"}}]}',
+        rb'{"model":"m","query":"x","texts":[{"content":[{"image_url":"http://10.0.0.1"}]}]}',
         rb'{"model":"m","query":"x","documents":{"content":[{"image_url":{"url":"/etc/a.png"}}]}}',
     ],
 )
@@ -157,6 +161,13 @@ def test_bodies_for_an_engines_own_paths_are_looked_into_as_a_whole() -> None:
     for odd in (b"\0", b'{"a": NaN}', json.dumps(asking(part(BAD))).encode("utf-16"), b"[" * 100_000):
         with pytest.raises(BadRequest):
             passed_on(odd)
+
+
+@pytest.mark.parametrize("kind", ["multipart/x", "multipart/mixed; boundary=a", "Multipart/Form-Data; boundary=a"])
+def test_only_what_no_engine_reads_as_json_is_an_upload(kind: str) -> None:
+    """llama.cpp compares the letters as they are, and reads everything else as JSON."""
+    assert is_upload(b"multipart/form-data; boundary=a")
+    assert not is_upload(kind.encode()) and not is_upload(None)
 
 
 def test_a_text_request_costs_hardly_anything() -> None:

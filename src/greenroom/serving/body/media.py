@@ -45,8 +45,8 @@ def check_media(fields: Fields, hosts: Sequence[str]) -> None:
 
 
 def is_upload(content_type: bytes | None) -> bool:
-    """True for a form, which no engine reads as JSON."""
-    return (content_type or b"").lower().startswith(b"multipart/")
+    """True for a form, which no engine reads as JSON. Other spellings and kinds of multipart llama.cpp does read."""
+    return (content_type or b"").startswith(b"multipart/form-data")
 
 
 def check_body(body: bytes, hosts: Sequence[str], refused: frozenset[str] = frozenset()) -> None:
@@ -67,12 +67,12 @@ def check_body(body: bytes, hosts: Sequence[str], refused: frozenset[str] = froz
 
 
 def _contents(messages: Raw) -> list[Raw]:
-    """The contents that are lists; all of it where it is no list of messages, which is the engine's to refuse."""
+    """The contents that are no text; all of it where it is no list of messages, which is the engine's to refuse."""
     try:
         found = [message["content"] for message in _messages.decode(messages) if "content" in message]
     except msgspec.ValidationError:
         return [messages]
-    return [raw for raw in found if bytes(raw)[:1] == b"["]
+    return [raw for raw in found if bytes(raw)[:1] in (b"[", b"{")]
 
 
 def _items(content: Raw) -> list[Raw]:
@@ -114,11 +114,11 @@ def _check_named(name: str, value: Any, hosts: Sequence[str]) -> None:
         _check_place(name, value, hosts)
     elif isinstance(value, list):
         for one in value:
-            if isinstance(one, str):
-                _check_place(name, one, hosts)
+            if not isinstance(one, dict):
+                _check_named(name, one, hosts)
     elif isinstance(value, dict):
         for key, one in value.items():
-            if isinstance(one, str) and "://" in one[:32]:
+            if isinstance(one, str) and "://" in one.lstrip()[:32]:
                 _check_place(f"{name}.{key}", one, hosts)
 
 

@@ -66,7 +66,7 @@ Fields = dict[str, Raw]
 
 # Fields of requests for text and vectors that may hold content parts.
 MESSAGES: Final = "messages"
-CONTENT: Final = frozenset((MESSAGES, "input", "documents", "query", "prompt"))
+CONTENT: Final = frozenset((MESSAGES, "input", "documents", "texts", "query", "prompt"))
 
 
 class BodyFields:
